@@ -19,6 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # `ChatTemplate.mark`. A Unicode noncharacter: exchanged text does not contain it.
 TEXT_MARK = "\ufdd0"
 MARKED = re.compile(f"((?:[^{TEXT_MARK}]{TEXT_MARK})+)")
+# Marks where a message that is to be continued ends. A noncharacter, too.
+END_MARK = "\ufdd2"
+NO_MARKS = str.maketrans("", "", TEXT_MARK + END_MARK)
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -86,13 +89,19 @@ class ChatTemplate:
     def render(self, messages: Iterable[dict], variables: dict) -> str:
         """Return the conversation as text, with the messages' control tokens marked as text.
 
+        The text ends where the last message does if `continue_final_message` is a true variable.
         Raises ValueError if the template fails or rejects the messages.
         """
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        if continues := bool(variables.get("continue_final_message")):
+            variables = variables | {"add_generation_prompt": False}
         try:
             context = self.names | self.mark(defaults | variables)
             messages = [self.message(fields) for fields in messages]
-            return self.program.render(context | {"messages": messages})
+            if continues:
+                mark_end(messages[-1])
+            text = self.program.render(context | {"messages": messages})
+            return text_until_end(text) if continues else text
         except Exception as error:  # the template is a program of the checkpoint's author
             raise ValueError(f"chat template: {one_line(error)}") from None
 
@@ -119,7 +128,7 @@ class ChatTemplate:
         """Return a JSON value, with TEXT_MARK after each character of a control token in it."""
         control = control or self.control
         if isinstance(value, str):
-            value = value.replace(TEXT_MARK, "")
+            value = value.translate(NO_MARKS)
             return control.sub(lambda match: "".join(c + TEXT_MARK for c in match[0]), value)
         if isinstance(value, dict):
             members = {self.mark(k, control): self.mark(v, control) for k, v in value.items()}
@@ -128,6 +137,24 @@ class ChatTemplate:
         if isinstance(value, list | tuple):
             return [self.mark(item, control) for item in value]
         return value
+
+
+def mark_end(message: dict) -> None:
+    """Put END_MARK after the last text of a message. Raises ValueError if it has none."""
+    keys = ["content"] if message.get("content") else REASONING_KEYS
+    found = [key for key in keys if isinstance(message.get(key), str)]
+    if not found:
+        raise ValueError("the last message has no text that could be continued")
+    for key in found:
+        message[key] += END_MARK
+
+
+def text_until_end(text: str) -> str:
+    """Return a rendered text up to the last END_MARK. Raises ValueError without one."""
+    before, mark, _ = text.rpartition(END_MARK)
+    if not mark:
+        raise ValueError("the last message cannot be continued: the template leaves its text out")
+    return before.replace(END_MARK, "")
 
 
 def with_arguments(call: dict) -> dict:

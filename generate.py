@@ -33,7 +33,8 @@ from cli.generate_options import (
     plan_lengths,
 )
 from cli.log import log_to_stderr
-from cli.options import check_checkpoint_path
+from cli.model_name import parse_model_name
+from cli.options import check_checkpoint_path, choose_compile
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_seconds
 from cli.staging import remove
@@ -50,13 +51,15 @@ from checkpoint import FORMAT_VERSION, Checkpoint
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
 from gguf_files.opening import open_source
-from memory.commands import offload_settings, plan_generation, uses_head
+from memory.card_plan import choose_format, dry_run, settle
+from memory.commands import generation_setup, offload_settings, plan_generation, uses_head
 from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
 from parallel import process_group
 from parallel.heartbeat import fail, leave
+from runtime.compile_ahead import start_compiling
 from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import (
     check_decode_kernels,
@@ -139,6 +142,16 @@ def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
     return open_checkpoint(process_group.share(lambda: prepare_for(options, device)))
 
 
+def find_source(options: argparse.Namespace):
+    """Return what is known of the model without its weights, if it is not on this disk."""
+    check_checkpoint_path(options)
+    if options.model is None:
+        return open_checkpoint(options.checkpoint_path)
+    from hub.describe import describe_model
+
+    return describe_model(parse_model_name(options.model), options.revision)
+
+
 def open_session(
     options: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -151,10 +164,12 @@ def open_session(
     if options.offload:
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
-        experts = offload_settings(options, args, plain, length, batch)
+        experts = offload_settings(options, checkpoint, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
+        if process_group.size() == 1:
+            start_compiling(checkpoint, device)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -260,25 +275,31 @@ def weight_statistics(session: Session | Speculation) -> dict:
 
 
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
-    """Return what all layers copied for `tokens` tokens, since `expert_counters` was `before`.
+    """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
 
-    hits, misses, speculative_hits (experts needed, once a layer and step), speculative_loads;
-    hit_ratio and guessed_ratio (hits and speculative hits of all needed); bytes and
-    bytes_moved_per_token (copied to the devices, all ranks). Ratios are None if nothing was
-    needed.
+    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and cpu_ratio
+    (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks). Ratios are
+    None if nothing was needed.
     """
     layers = list(zip(expert_counters(model), before, strict=True))
     found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
     found["bytes"] = process_group.total(found["bytes"])
-    needed = found["hits"] + found["misses"] + found["speculative_hits"]
+    needed = found["hits"] + found["misses"] + found["on_cpu"]
     return found | {
         "hit_ratio": found["hits"] / needed if needed else None,
-        "guessed_ratio": found["speculative_hits"] / needed if needed else None,
+        "cpu_ratio": found["on_cpu"] / needed if needed else None,
         "bytes_moved_per_token": found["bytes"] / tokens if tokens else None,
     }
 
 
 # Command ------------------------------------------------------------------------------------------
+
+
+def print_plan(options: argparse.Namespace, device: torch.device) -> None:
+    """Print what --dry_run asks for."""
+    lines = dry_run(options, device, lambda: find_source(options))
+    if process_group.is_main():
+        print("\n".join(lines), flush=True)
 
 
 def encode_prompts(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
@@ -297,10 +318,16 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_stop(options.stop)
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
+    # --prepare_only compiles if --compile is given.
+    choose_compile(options, device.type == "cuda" and not options.prepare_only)
+    if options.dry_run:
+        print_plan(options, device)
+        return []
+    choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
-    if options.prepare_only:
-        if process_group.is_main():
-            print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and process_group.is_main():
+        print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
+    if options.prepare_only and not options.compile:
         return []
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
@@ -315,6 +342,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
+    if options.prepare_only:
+        return []
     results, batch = [], session.batch
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
@@ -362,6 +391,10 @@ def prepare_session(
         )
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
+    setup = generation_setup(options, checkpoint, drafter, length, batch, longest)
+    length = settle(options, device, setup) or length
+    if options.offload:  # the plan may have chosen it
+        kind = choose_speculation(options, prompts)
     plan_generation(options, checkpoint, drafter, device, length, batch, longest)
     session = open_session(options, checkpoint, device, length, batch)
     if kind == "off":

@@ -35,6 +35,7 @@ from ops.plain.attention import (
     blocks_in_use,
     causal_bias,
 )
+from ops.plain.ring import append_chunk, append_to_ring, cache_slots, ring_positions
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 from ops.plain.topk import top_k
 from ops.products.prompt import grouped_mm
@@ -335,8 +336,11 @@ class KVCache(nn.Module):
     """Keys, then values, [2, B, K, S, C], written in place at each sequence's own positions.
 
     It implements the protocol of runtime/sequence_state.py. Tokens past a sequence's known length
-    need no undoing: positions rise, so they are masked until they are overwritten.
+    need no undoing: positions rise, so they are masked until they are overwritten. A layer with a
+    sliding window keeps fewer positions than a long sequence has, in a ring (ops/plain/ring.py).
     """
+
+    is_ring = False
 
     def __init__(
         self,
@@ -353,15 +357,20 @@ class KVCache(nn.Module):
         """Write keys and values [B, Q, 2, K, C]; return keys and values [B, K, S, C] of the mask.
 
         Fewer sequences than the cache has rows are its first. A chunk gets the keys and values of
-        its own sequence up to its end, [K, end, C] each.
+        its own sequence up to its end, [K, end, C] each, or the latest of them.
         """
         if context.chunk is None:
+            lengths = [mask.bias.shape[-1] for mask in (context.masks or {}).values()]
+            length = max(lengths, default=None)
+            if self.is_ring:
+                place = context.positions, context.last
+                return append_to_ring(self.kv, kv, *place, length).unbind()
             rows = torch.arange(kv.shape[0], device=kv.device)
             self.kv[:, rows.unsqueeze(1), :, context.positions] = kv
-            masks = (context.masks or {}).values()
-            length = next((mask.bias.shape[-1] for mask in masks), None)
             return self.kv[:, : kv.shape[0], :, :length].unbind()
         row, end = context.chunk
+        if self.is_ring:
+            return append_chunk(self.kv, kv, row, end, context.last).unbind()
         self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]
         live = self.kv[:, :, :, :end]
         live = live if self.kv.shape[1] == 1 else live.index_select(1, row)
@@ -383,8 +392,8 @@ class KVCache(nn.Module):
         return attend_blocks(q, k, v, context.positions, blocks, window, **options)
 
     def recurrent(self, row: int) -> list[Tensor]:
-        """Return a row's state that changes with each token: none."""
-        return []
+        """Return a row's state that cannot go back to any length: a ring, else nothing."""
+        return self.row(row) if self.is_ring else []
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [..., S, values of a position]."""
@@ -418,8 +427,10 @@ class Attention(nn.Module):
         self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
     ) -> KVCache:
         """Make this layer's cache, in the dtype and on the device of `like`, and return it."""
-        _, K, C = self.heads
-        self.cache = cache_class((batch, K, length, C), like.dtype, like.device)
+        (_, K, C), slots = self.heads, cache_slots(length, self.window)
+        self.cache = cache_class((batch, K, slots, C), like.dtype, like.device)
+        for cache in self.cache.modules():  # a quantized cache has one of scales
+            cache.is_ring = slots < length
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -586,13 +597,17 @@ class Transformer(nn.Module):
 
     def mask(self, positions: Tensor, window: int | None) -> Mask:
         """Return the mask of queries at positions [B, Q]. window: of sliding attention, or None."""
-        length, blocks = self.rope_table.shape[0], None
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        length, blocks, keys = self.rope_table.shape[0], None, None
+        slots, is_eager = cache_slots(length, window), not torch.compiler.is_compiling()
+        is_ring = slots < length
+        if positions.device.type == "cpu" and is_eager:
             length = int(positions.max()) + 1  # the host knows how much of the cache is in use
-        long = length > SHORT_CACHE and length % BLOCK == 0
-        if long and positions.is_cuda and torch.compiler.is_compiling():
-            blocks = blocks_in_use(positions, length, window)
-        return Mask(causal_bias(positions, length, window, self.embedding.weight.dtype), blocks)
+        if slots > SHORT_CACHE and slots % BLOCK == 0 and positions.is_cuda and not is_eager:
+            blocks = blocks_in_use(positions, slots, window)
+        if is_ring:
+            keys = ring_positions(positions, slots, length)
+        dtype = self.embedding.weight.dtype
+        return Mask(causal_bias(positions, length, window, dtype, keys), blocks)
 
     def logits(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """Normed x [B, Q, D] -> fp32 logits [B, V] of query last [B]; None: of all [B, Q, V]."""

@@ -1,4 +1,6 @@
-"""Serve a checkpoint by OpenAI's API: `python serve.py --checkpoint_path DIR --compile`.
+"""Serve a checkpoint by the APIs of OpenAI and Anthropic.
+
+    python serve.py --checkpoint_path DIR --compile
 
 The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describes both.
 """
@@ -13,7 +15,8 @@ from pathlib import Path
 
 from cli.command import command
 from cli.log import log_to_stderr
-from cli.serve_options import build_parser, check_options
+from cli.options import choose_compile
+from cli.serve_options import DEFAULT_BATCH, build_parser, check_options
 from cli.startup import check_arguments
 
 if __name__ == "__main__":
@@ -26,11 +29,14 @@ from generate import (
     OUT_OF_MEMORY,
     check_clocks,
     check_head,
+    find_source,
     frequent_ids,
     open_model,
     open_session,
+    print_plan,
 )
-from memory.commands import plan_server, uses_head
+from memory.card_plan import choose_format, settle
+from memory.commands import plan_server, server_setup, uses_head
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
@@ -38,8 +44,6 @@ from runtime.loading import DTYPES, load_head
 from runtime.session import Session
 from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
 
-# Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
-DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
 log = logging.getLogger("moe_fast")
 
 
@@ -101,6 +105,7 @@ def load(
     Lowers --max_batch to what fits. Raises ValueError for a --max_seq_len over the model's, a
     --max_batch that does not fit, and as `check_speculation` and `open_session`.
     """
+    choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
     max_position = args_of_checkpoint(checkpoint).max_position
     if (options.max_seq_len or 0) > max_position:
@@ -113,6 +118,7 @@ def load(
         is_single = options.offload or options.speculate == "mtp"
         options.max_batch = 1 if is_single else DEFAULT_BATCH[device.type]
     check_speculation(options, checkpoint)
+    settle(options, device, server_setup(options, checkpoint, given or 1))
     capacity = plan_server(options, checkpoint, device, given or 1)
     if uses_head(options, checkpoint):  # a head knows one text
         capacity = replace(capacity, rows=1)
@@ -168,6 +174,11 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     device = process_group.start(options.device)
     check_options(options)
+    choose_compile(options, device.type == "cuda")
+    if options.dry_run:
+        print_plan(options, device)
+        process_group.stop()
+        return 0
     listener = bind_rank_0(options)
     session, speculation, directory = load(options, device)
     on_ready = partial(print_address, listener)

@@ -174,8 +174,9 @@ class Tokenizer:
         """Return a conversation as text, formatted by the checkpoint's chat template.
 
         messages: dicts with `role` and `content`. variables: names for the template, such as
-        `tools`, `add_generation_prompt` (default: True), and Qwen3's `enable_thinking`. Raises
-        ValueError if there is no template, or if the template rejects the messages.
+        `tools`, `add_generation_prompt` (default: True), and Qwen3's `enable_thinking`. With
+        `continue_final_message` the text ends inside of the last message. Raises ValueError if
+        there is no template, or if the template rejects the messages.
         """
         return self._render(messages, variables).replace(TEXT_MARK, "")
 

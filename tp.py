@@ -162,8 +162,6 @@ class FusedScores(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router = self.add_norm.router
         scores, self.add_norm.scores = self.add_norm.scores, None
-        if scores is None:  # the previous layer predicts this one's experts (offload/)
-            return router(x)
         return scores if router.bias is None else scores + router.bias
 
 

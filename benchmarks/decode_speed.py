@@ -22,6 +22,7 @@ from models.random_weights import (
 )
 from parallel import process_group
 from parallel.device import pick_device
+from runtime.compile_ahead import start_compiling
 from runtime.loading import check_decode_kernels, load_model
 from runtime.memory import free_gpu_memory
 from runtime.sampling import Sampling
@@ -78,6 +79,8 @@ def open_session(args: ModelArgs, options: argparse.Namespace, device: torch.dev
     check_decode_kernels(options.decode_kernels, source, device, parallel=options.parallel)
     if options.compile_prefill or not options.eager:
         use_compile_cache(options.compile_cache)
+        if process_group.size() == 1:
+            start_compiling(source, device)
     model = load_model(source, device, parallel=options.parallel)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -143,7 +146,7 @@ def cache_in_use(session: Session, position: int) -> int:
             continue
         window: int | None = block.attention.window
         visible = min(position, window or position)
-        used += state.nbytes * visible // session.cache_len
+        used += state.nbytes * visible // state.kv.shape[-2]
     return used
 
 

@@ -33,7 +33,8 @@ from cli.parser import Parser
 from ops.products import dense, experts, pipeline
 from ops.products.tilings import Tiles
 from parallel import process_group
-from runtime.fused_decode import FusedRunner, fused_head
+from runtime.fused_decode import FusedRunner
+from runtime.fused_head import fused_head
 from runtime.weights import bytes_per_token, stored_bytes
 
 

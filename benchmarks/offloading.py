@@ -1,12 +1,14 @@
-"""Decode speed with experts in host memory, ingredient by ingredient.
+"""Decode speed with experts in host memory: fetching alone beside the CPU's share, in one run.
 
-    python benchmarks/offloading.py --mode hqq4-hqq2
+    python benchmarks/offloading.py --arch Qwen3.6-35B-A3B --mode int4 --gpu_experts 64
 
-Table 2 of Eliseev & Mazur 2023 with R slots a layer on the GPU, by both drivers. The weights are
-random. If a layer has 8 experts, its router's scores are those of the embedded model on its
-held-out text, so that cache hits and prefetches are as good as on text. A run's bound is the
-longer of two times: the bytes it copied at the link's bandwidth, and a step with all experts on
-the GPU. Both are measured.
+The weights are random. --routing says which experts are chosen: as the random weights do; with the
+reuse that others report of text, a quarter of the experts having two thirds of the hits; or, for 8
+experts, by the embedded model's scores on its held-out text. --check compares logits with those of
+resident experts first.
+
+A run's bound is the longer of two times: a step with all experts on the GPU, and the bytes that
+missed at the joint bandwidth of copies and CPU products. All are measured.
 """
 
 import json
@@ -14,9 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cli.parser import Parser
 from generate import EMBEDDED, embedded_checkpoint, expert_traffic, load_model
@@ -29,28 +32,22 @@ from models.random_weights import (
     number_format,
     random_prompt,
 )
-from offload import copies
-from offload.experts import OffloadedExperts, expert_counters, offloaded_layers
-from offload.plan import OffloadSettings
+from offload.experts import expert_counters, offloaded_layers
+from offload.plan import COMPUTE, OffloadSettings
 from parallel.device import pick_device
+from runtime.kernel_choice import KERNELS, choose_runner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
-NO_CACHE, WHOLE_LAYERS = "no cache", "whole layers"
-ROWS = {  # settings beside R
-    "device": dict(driver="device"),
-    "device, lfu": dict(driver="device", policy="lfu"),
-    "host": dict(driver="host", prefetch=0),
-    "host, lfu": dict(driver="host", policy="lfu", prefetch=0),
-    "host, 1 prefetch": dict(driver="host", prefetch=1),
-    "host, 2 prefetches": dict(driver="host", prefetch=2),
-    NO_CACHE: dict(driver="host", prefetch=0),  # a token copies all of its experts
-    WHOLE_LAYERS: dict(driver="host", prefetch=0),  # a token copies all experts
-}
+ROUTINGS = "random", "reuse", "text"
 WARM_UP = 20  # steps before those that are timed: the caches fill
-REPLAYED = 1500  # tokens of the held-out text whose scores are replayed
+REPLAYED = 1500  # tokens of scores that are replayed
 REPLAY_SHIFT = 61  # tokens by which layers that replay the same scores are apart
+# Scores of "reuse": a random walk of each expert's score, which forgets itself by this factor a
+# token. An LRU cache of a quarter of 128 or 256 experts then has two thirds of the hits.
+MEMORY = 0.8
+CHECKED = 12  # tokens
 
 
 # Weights and scores -------------------------------------------------------------------------------
@@ -72,38 +69,44 @@ class CachedExperts:
         return self.made[name] if index is None else self.made[name][index]
 
 
-class ReplayedRouter(nn.Module):
-    """Does a router's work, but returns the next rows of a table of scores [steps, E]."""
+class ReplayedRouting:
+    """Gives each layer the experts of the next row of a table, in place of its router's choice.
 
-    def __init__(self, router: nn.Module, table: Tensor):
-        super().__init__()
-        self.router = router
-        self.register_buffer("table", table)
-        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=table.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.arange(x.shape[0], device=x.device)
-        rows = self.table[(self.step + tokens) % len(self.table)]
-        self.step.add_(x.shape[0])
-        return self.router(x) * 0 + rows.to(x.dtype)
-
-
-class ReplayedPrediction(nn.Module):
-    """Takes the place of the next layer's MoE in `OffloadedExperts.needed_ids`."""
-
-    def __init__(self, router: nn.Module, table: Tensor):
-        super().__init__()
-        self.router = ReplayedRouter(router, table)
-
-    def selection_scores(self, scores: Tensor) -> Tensor:
-        return scores
-
-
-def embedded_scores(steps: int) -> tuple[Tensor, Tensor]:
-    """Return the embedded model's scores on its held-out text, both [L, steps, E].
-
-    First each layer's own, then the next layer's router's scores of the same hidden state.
+    The router's kernels run too. A step finds the choice in a buffer, which is set between steps.
     """
+
+    def __init__(self, scores: Tensor, active: int, layers: int, device: torch.device):
+        """scores [L, steps, E]: of layer n mod L; the same ones come shifted each time round."""
+        turns = [
+            scores[n % len(scores)].roll(REPLAY_SHIFT * (n // len(scores)), 0)
+            for n in range(layers)
+        ]
+        best, indices = torch.stack(turns, 1).topk(active)
+        self.indices, self.weights = indices.to(device), best.float().softmax(-1).to(device)
+        self.now = self.indices[0].clone(), self.weights[0].clone()  # [layers, A]
+        self.step = 0
+
+    def advance(self) -> None:
+        """Set the choice of the next step."""
+        self.step = (self.step + 1) % len(self.indices)
+        for now, table in zip(self.now, (self.indices, self.weights), strict=True):
+            now.copy_(table[self.step])
+
+    def replace(self, session: Session) -> None:
+        """Replace the choice of all layers. Raises ValueError unless the fused kernels run."""
+        layers = getattr(session.runner, "layers", {})
+        if len(layers) != len(self.now[0]):
+            raise ValueError("--routing: routing is replayed with the fused kernels alone")
+        for n, layer in enumerate(layers.values()):
+            layer.experts.choose = partial(self.choose, layer.experts.choose, n)
+
+    def choose(self, own: Callable, layer: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+        own(scores)
+        return self.now[0][layer : layer + 1], self.now[1][layer : layer + 1]
+
+
+def embedded_scores(steps: int) -> Tensor:
+    """Return the embedded model's router scores on its held-out text [L, steps, E]."""
     checkpoint, hidden = embedded_checkpoint(), []
     model = load_model(checkpoint, "cpu", torch.float32)
     text = (EMBEDDED / "heldout.txt").read_text()
@@ -113,37 +116,17 @@ def embedded_scores(steps: int) -> tuple[Tensor, Tensor]:
         layer.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     model.setup_cache(1, steps)
     model(torch.tensor([ids]), Chunk(torch.zeros(1, dtype=torch.int64), steps))
-    routers = [layer.router for layer in layers]
-    own = [router(x) for router, x in zip(routers, hidden, strict=True)]
-    ahead = [router(x) for router, x in zip(routers[1:] + routers[:1], hidden, strict=True)]
-    return torch.stack(own), torch.stack(ahead)
+    return torch.stack([layer.router(x) for layer, x in zip(layers, hidden, strict=True)])
 
 
-def replay_scores(model: Transformer, own: Tensor, ahead: Tensor) -> None:
-    """Give layer n the scores of the embedded model's layer n mod 8, shifted each time round."""
-    routers = [block.ffn.router for block in model.layers]
-    for n, block in enumerate(model.layers):
-        turn, layer = divmod(n, len(own))
-        device = block.ffn_norm.weight.device
-        shifted = (scores[layer].roll(REPLAY_SHIFT * turn, 0) for scores in (own, ahead))
-        own_table, ahead_table = (table.to(device) for table in shifted)
-        block.ffn.router = ReplayedRouter(block.ffn.router, own_table)
-        if getattr(block.ffn.experts, "next_layer", None):
-            next_router = routers[(n + 1) % len(routers)]
-            block.ffn.experts.next_layer[0] = ReplayedPrediction(next_router, ahead_table)
-
-
-def disable_cache(experts: OffloadedExperts, whole: bool) -> None:
-    """Forget what is in a layer's slots before each call. whole: also load all experts."""
-    plan_waves = experts.plan_waves
-
-    def plan(needed_ids: Tensor, pairs: int):
-        slots = experts.cache.slot.values()
-        experts.cache.slot = {~n: slot for n, slot in enumerate(slots)}  # ids of no expert
-        waves, predicted = plan_waves(needed_ids, pairs)
-        return [list(range(experts.n_local))] if whole else waves, predicted
-
-    experts.plan_waves = plan
+def walking_scores(steps: int, experts: int, memory: float = MEMORY) -> Tensor:
+    """Return random scores that change slowly from token to token [1, steps, E]."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(steps, experts, generator=generator) * (1 - memory**2) ** 0.5
+    rows = [torch.randn(experts, generator=generator)]
+    for step in noise:
+        rows.append(memory * rows[-1] + step)
+    return torch.stack(rows[1:])[None]
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -162,70 +145,129 @@ def link_bandwidth(host: Tensor, device: torch.device, repeats: int = 5) -> floa
     return best
 
 
-def decode_speed(model: Transformer, tokens: int) -> tuple[float, dict, float]:
+def decode_speed(
+    model: Transformer, tokens: int, kernels: str, routing: ReplayedRouting | None = None
+) -> tuple[float, dict, float]:
     """Return steps/s after WARM_UP others, what was copied in them, and the time to compile."""
     start = time.perf_counter()
-    options = SessionOptions(compile=True, decode_kernels="inductor")
+    options = SessionOptions(compile=True, decode_kernels=kernels)
     session = Session(model, 16 + WARM_UP + tokens, options)
+    advance = lambda: None  # noqa: E731
+    if routing is not None:
+        routing.replace(session)
+        advance = routing.advance
     prompt, sampling = random_prompt(model.args, 8), Sampling(seed=0)
     compiled = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)][-1]
     session.reset()
     stream = session.stream(prompt, WARM_UP + tokens, sampling)
     for _ in range(WARM_UP):
         next(stream)
+        advance()
     before, start = expert_counters(model), time.perf_counter()
     for _ in range(tokens):
         next(stream)
+        advance()
     rate = tokens / (time.perf_counter() - start)
     return rate, expert_traffic(model, before, tokens) if before else {}, compiled
+
+
+def check_logits(model: Transformer, kernels: str) -> Tensor:
+    """Return the logits [CHECKED, V] of tokens that are given one by one."""
+    model.setup_cache(1, 256)
+    device = model.norm.weight.device
+    runner, found = choose_runner(model, kernels)(model), []
+    with torch.inference_mode():
+        for n, token in enumerate(random_prompt(model.args, CHECKED)):
+            ids = torch.tensor([[token]], device=device), torch.tensor([[n]], device=device)
+            last = torch.zeros(1, dtype=torch.int64, device=device)
+            found.append(model(*ids, last, runner=runner).float().flatten())
+    return torch.stack(found)
+
+
+def prompt_speed(model: Transformer, tokens: int) -> tuple[float, float]:
+    """Return the seconds of a prompt, and the bytes that it copied: of the second one."""
+    session, seconds = Session(model, tokens + 8, SessionOptions()), 0.0
+    before: list[dict[str, int]] = []
+    for seed in range(2):
+        session.reset()
+        before, start = expert_counters(model), time.perf_counter()
+        next(session.stream(random_prompt(model.args, tokens, seed), 1, Sampling(seed=0)))
+        seconds = time.perf_counter() - start
+    after = expert_counters(model)
+    copied = sum(new["bytes"] - old["bytes"] for new, old in zip(after, before, strict=True))
+    return seconds, copied
 
 
 class Measurement:
     """All rows of one model: random weights that stay in host memory, and replayed scores."""
 
-    def __init__(self, args: ModelArgs, mode: str, slots: int, tokens: int):
-        self.args, self.slots, self.tokens = args, slots, tokens
+    def __init__(self, args: ModelArgs, options):
+        self.args, self.options = args, options
         self.device = pick_device("auto")
-        self.source = CachedExperts(RandomWeights(args, number_format(mode, args)), self.device)
-        self.prepare: Callable[[Transformer], None] = lambda model: None
-        if args.n_expert == 8:
-            own, ahead = embedded_scores(REPLAYED)
-            self.prepare = partial(replay_scores, own=own, ahead=ahead)
-        self.link: float | None = None  # bytes/s
+        source = RandomWeights(args, number_format(options.mode, args))
+        self.source = CachedExperts(source, self.device)
+        self.routing: ReplayedRouting | None = None
+        if options.routing != "random":
+            text = options.routing == "text"
+            scores = embedded_scores(REPLAYED) if text else walking_scores(REPLAYED, args.n_expert)
+            layers = args.n_layer - len(args.dense_layers)
+            self.routing = ReplayedRouting(scores, args.n_active, layers, self.device)
+        self.logits: Tensor | None = None
+
+    def load(self, compute: str | None) -> Transformer:
+        """Return the model, offloaded or, with None, resident."""
+        settings = OffloadSettings(self.options.gpu_experts, compute=compute or "auto")
+        if compute is None:  # these experts have to be made on the device
+            return load_model(self.source.source, self.device)
+        return load_model(self.source, self.device, experts=settings)
 
     def resident(self) -> tuple[float, float]:
         """Return steps/s with all experts on the device, and the time to compile."""
-        model = load_model(self.source.source, self.device)
-        self.prepare(model)
-        self.resident_rate, _, compiled = decode_speed(model, self.tokens)
+        model, options = self.load(None), self.options
+        if options.check:
+            self.logits = check_logits(model, options.decode_kernels)
+        self.resident_rate, _, compiled = decode_speed(
+            model, options.tokens, options.decode_kernels
+        )
         return self.resident_rate, compiled
 
-    def row(self, name: str) -> tuple[dict, str]:
-        """Measure a row of ROWS -> its figures, and the times of loading and compiling as text."""
-        slots = self.args.n_expert if name == WHOLE_LAYERS else self.slots
-        start = time.perf_counter()
-        model = load_model(self.source, self.device, experts=OffloadSettings(slots, **ROWS[name]))
-        loaded = time.perf_counter() - start
-        self.prepare(model)
-        layers = offloaded_layers(model)
-        self.link = self.link or link_bandwidth(layers[0].storage.blobs, self.device)
-        if name in (NO_CACHE, WHOLE_LAYERS):
-            for experts in layers:
-                disable_cache(experts, whole=name == WHOLE_LAYERS)
-        rate, traffic, compiled = decode_speed(model, self.tokens)
+    def row(self, compute: str) -> tuple[dict, str]:
+        """Measure a row of COMPUTE -> its figures, and the times of loading and compiling."""
+        options, start = self.options, time.perf_counter()
+        model = self.load(compute)
+        loaded, figures = time.perf_counter() - start, {"compute": compute}
+        layer = offloaded_layers(model)[0]
+        if self.logits is not None:
+            error = check_logits(model, options.decode_kernels) - self.logits
+            figures["logit_error"] = (error.norm() / self.logits.norm()).item()
+        how = options.tokens, options.decode_kernels, self.routing
+        rate, traffic, compiled = decode_speed(model, *how)
+        link = link_bandwidth(layer.storage.blobs, self.device)
+        nbytes, tokens = layer.storage.blobs.shape[1], options.tokens
+        on_cpu = traffic["on_cpu"] * nbytes / tokens
         copied = traffic["bytes_moved_per_token"]
-        bound = 1 / max(copied / self.link, 1 / self.resident_rate)
-        figures = {
-            "row": name,
-            "slots": slots,
+        figures |= {
+            "slots": options.gpu_experts,
             "tok_s": rate,
             "hit_ratio": traffic["hit_ratio"],
-            "guessed_ratio": traffic["guessed_ratio"],
-            "mb_a_token": copied / 1e6,
-            "link_gb_s": self.link / 1e9,
-            "bound": bound,
-            "of_bound": rate / bound,
+            "cpu_ratio": traffic["cpu_ratio"],
+            "mb_copied": copied / 1e6,
+            "mb_on_cpu": on_cpu / 1e6,
+            "link_gb_s": link / 1e9,
         }
+        joint = link
+        if (found := getattr(model, "prediction", None)) is not None:
+            balance = found.balance
+            figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
+            figures["copies"] = found.copies[: self.args.n_active + 1]
+            figures["shares"] = balance.describe()
+            if balance.cpu.each < inf:
+                joint = nbytes / balance.link.each + nbytes / balance.cpu.each
+        bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
+        figures |= {"bound": bound, "of_bound": rate / bound}
+        if options.prompt:
+            seconds, copied = prompt_speed(model, options.prompt)
+            figures |= {"prompt_s": seconds, "prompt_of_link": copied / link / seconds}
         return figures, f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
 
 
@@ -236,11 +278,10 @@ def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
         (
-            "python benchmarks/offloading.py --mode hqq4-hqq2",
-            "python benchmarks/offloading.py --arch Qwen3-30B-A3B --mode int4 --gpu_experts 64"
-            " --rows device host",
-            "python benchmarks/offloading.py --mode hqq4-hqq3 --rows 'host, 2 prefetches'"
-            " --under_way 1",
+            "python benchmarks/offloading.py --arch Qwen3.6-35B-A3B --mode int4 --gpu_experts 64",
+            "python benchmarks/offloading.py --mode hqq4-hqq2 --gpu_experts 4 --routing text",
+            "python benchmarks/offloading.py --arch gpt-oss-120b --mode mxfp4 --gpu_experts 40"
+            " --routing reuse --rows gpu auto",
         ),
     )
     add = parser.add_argument
@@ -249,29 +290,31 @@ def build_parser() -> Parser:
     add("--mode", default="hqq4-hqq2")
     add("--gpu_experts", type=int, default=4, metavar="R", help="slots a layer")
     add("--tokens", type=int, default=100)
-    add("--piece_mb", type=int, default=copies.PIECE >> 20, help="MB of a prefetch piece")
-    add("--under_way", type=int, default=copies.MAX_IN_FLIGHT, help="prefetch pieces in flight")
-    rows = f"of: {'; '.join(ROWS)}"
-    add("--rows", nargs="+", default=[*ROWS], choices=ROWS, metavar="ROW", help=rows)
+    add("--prompt", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
+    add("--routing", default="random", choices=ROUTINGS, help="which experts are chosen (random)")
+    add("--decode_kernels", default="auto", choices=KERNELS)
+    add("--check", action="store_true", help="compare logits with those of resident experts")
+    rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
+    add("--rows", nargs="+", default=["gpu", "auto"], choices=COMPUTE, metavar="ROW", help=rows)
     return parser
 
 
 def main() -> None:
     options = build_parser().parse_args()
-    copies.PIECE, copies.MAX_IN_FLIGHT = options.piece_mb << 20, options.under_way
     args = architecture(options.arch)
     args = first_layers(args, options.layers or args.n_layer)
-    measurement = Measurement(args, options.mode, options.gpu_experts, options.tokens)
+    measurement = Measurement(args, options)
     rate, compiled = measurement.resident()
     print(
-        f"{options.arch} {options.mode}, {args.n_layer} layers, {options.gpu_experts} slots: "
-        f"{rate:.1f} tokens/s with all experts on the device (compiled in {compiled:.0f} s)",
+        f"{options.arch} {options.mode}, {args.n_layer} layers, {options.gpu_experts} slots, "
+        f"{options.routing} routing: {rate:.1f} tokens/s with all experts on the device (compiled "
+        f"in {compiled:.0f} s)",
         flush=True,
     )
-    for name in options.rows:
+    for compute in options.rows:
         free_memory(compiled=True)
-        row, times = measurement.row(name)
-        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+        row, times = measurement.row(compute)
+        rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         print(json.dumps(rounded), times, flush=True)
 
 

@@ -4,8 +4,8 @@
 
 For each MODEL:MODE, the first layers with random weights run prompts, decode steps and a pass over
 8 drafts: as this GPU, and passing for another (MOE_FAST_GPU, ops/gpu.py), each in a process of its
-own. sm_120 has 99 KB of shared memory; sm_86 also lacks programmatic dependent launch, the fused
-decode kernels and the library's grouped product. A prompt runs four times; the last time it is a
+own. sm_120 has 99 KB of shared memory; sm_86 also lacks programmatic dependent launch and the
+library's grouped product. A prompt runs four times; the last time it is a
 replay of its CUDA graph. An error is the relative difference of logits.
 """
 

@@ -32,7 +32,7 @@ from ops.products.dense import Norm, dense_product
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
-from runtime.fused_decode import fused_head
+from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedLayer, fused_layers
 from tp import ModelShard
 

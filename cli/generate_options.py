@@ -9,11 +9,13 @@ from cli.options import (
     DEFAULT_CHAT_LENGTH,
     add_checkpoint_path,
     add_compile,
+    add_dry_run,
     add_hub_options,
     add_model_options,
     add_offload,
     check_checkpoint_path,
     check_counts,
+    check_dry_run,
     check_model_options,
     model_name,
 )
@@ -58,11 +60,12 @@ def build_parser() -> Parser:
             add_sampling_option(parser, name)
     add_hub_options(parser)
     add_disk_options(parser)
+    add_dry_run(parser)
     parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
         "auto: by both where that is measured to be faster; default: auto without the head, with "
-        "one sequence on one device, without --compile and --offload"
+        "one sequence on one device, not compiled, without --offload"
     )
     parser.add_argument("--speculate", choices=SPECULATE, help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model")
@@ -104,7 +107,8 @@ def add_disk_options(parser: Parser) -> None:
     remove = "remove a model from the disk, or one format of it; asks first"
     parser.add_argument("--remove", type=model_name, metavar=MODEL_NAME, help=remove)
     parser.add_flag("--yes", "remove without asking")
-    parser.add_flag("--prepare_only", "download and convert --model, print its directory, and end")
+    prepare = "download and convert --model, print its directory, and end; --compile: compile, too"
+    parser.add_flag("--prepare_only", prepare)
 
 
 def add_prompt_options(parser: Parser) -> None:
@@ -140,6 +144,7 @@ def add_sampling_option(parser: Parser, name: str) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for invalid options, and for options that exclude each other."""
     check_model_options(options)
+    check_dry_run(options)
     check_checkpoint_path(options)
     check_disk_options(options)
     check_counts(options, "max_new_tokens", "max_seq_len")

@@ -15,8 +15,7 @@ DTYPES = "bf16", "fp16", "fp32"
 KV_CACHES = "plain", "int8"
 DECODE_KERNELS = "auto", "inductor", "fused"
 PARALLEL = "tensor", "expert"
-CACHE_POLICIES = "lru", "lfu"
-OFFLOAD_DRIVERS = "host", "device"
+OFFLOAD_COMPUTE = "auto", "gpu", "cpu"
 OFFLOAD_TIERS = ("host",)
 PREFILL_CHUNK = 2048  # tokens
 DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
@@ -24,10 +23,9 @@ DEFAULT_CHAT_LENGTH = 4096  # positions of a chat's cache
 OFFLOAD_OPTIONS = (  # these need --offload
     "gpu_experts",
     "gpu_memory",
-    "cache_policy",
-    "prefetch",
+    "offload_compute",
+    "expert_profile",
     "offload_tier",
-    "offload_driver",
 )
 
 
@@ -90,8 +88,34 @@ def check_checkpoint_path(options: argparse.Namespace) -> None:
 
 
 def add_compile(parser: Parser) -> None:
-    """Add --compile."""
-    parser.add_flag("--compile", "compile the decode step, and capture it as a CUDA graph")
+    """Add --compile. `add_model_options` adds --eager."""
+    step = "compile the decode step, and capture it as a CUDA graph: the default on a GPU"
+    parser.add_flag("--compile", step)
+
+
+def choose_compile(options: argparse.Namespace, on_gpu: bool) -> None:
+    """Set --compile where it is the default. Raises ValueError for options that need it."""
+    options.compile = options.compile or (on_gpu and not options.eager)
+    if options.compile:
+        return
+    if options.compile_cache and not options.compile_prefill:
+        raise ValueError("--compile_cache is about compiled code: add --compile")
+    if options.decode_kernels == "fused":
+        raise ValueError("--decode_kernels fused is about a compiled step: add --compile")
+
+
+def add_dry_run(parser: Parser) -> None:
+    """Add --dry_run and --gpu."""
+    parser.begin_group("plan", "number format, context and offloading, as the GPU can have them")
+    parser.add_flag("--dry_run", "print the plan for --model or --checkpoint_path, and end")
+    card = "with --dry_run: plan for this card, such as 'RTX 4090', instead of the one here"
+    parser.add_argument("--gpu", metavar="NAME", help=card)
+
+
+def check_dry_run(options: argparse.Namespace) -> None:
+    """Raise ValueError for --gpu without --dry_run."""
+    if options.gpu and not options.dry_run:
+        raise ValueError("--gpu is about a card that is not here: add --dry_run")
 
 
 def add_offload(parser: Parser) -> None:
@@ -102,6 +126,7 @@ def add_offload(parser: Parser) -> None:
 def add_model_options(parser: Parser) -> None:
     """Add groups of the other options that `generate.open_session` reads."""
     parser.begin_group("speed and precision", "how the model is run")
+    parser.add_flag("--eager", "do not compile: the default on a CPU")
     add_prefill_options(parser)
     add_compile_cache(parser)
     add_decode_kernels(parser)
@@ -169,17 +194,18 @@ def add_offload_options(parser: Parser) -> None:
     parser.add_number("--gpu_experts", slots)
     memory = "GPU memory to use, as 16GB or 900MB, instead of --gpu_experts"
     add("--gpu_memory", metavar="SIZE", help=memory)
-    policy = "eviction policy of the expert cache; default: lru"
-    add("--cache_policy", choices=CACHE_POLICIES, help=policy)
-    prefetch = "experts prefetched per layer and token; default: 2 for large experts, else 0"
-    parser.add_number("--prefetch", prefetch)
+    compute = (
+        "who multiplies experts that are not cached: the GPU, which copies them, the CPU, or "
+        "both, so that they end together; default: auto, which is both beside one GPU"
+    )
+    add("--offload_compute", choices=OFFLOAD_COMPUTE, help=compute)
+    profile = (
+        "file of scripts/study_offload.py: the experts that are cached at the start; default: "
+        "expert_profile.json beside the checkpoint, if there is one"
+    )
+    parser.add_path("--expert_profile", profile)
     tier = "where the experts are kept; default: host"
     add("--offload_tier", type=offload_tier, choices=OFFLOAD_TIERS, help=tier)
-    driver = (
-        "whether the CPU (host) or the GPU (device) schedules expert copies; "
-        "default: the GPU, or the CPU if it prefetches"
-    )
-    add("--offload_driver", choices=OFFLOAD_DRIVERS, help=driver)
 
 
 def check_counts(
@@ -200,13 +226,10 @@ def check_model_options(options: argparse.Namespace) -> None:
     for name in OFFLOAD_OPTIONS:
         if getattr(options, name) is not None and not options.offload:
             raise ValueError(f"--{name} is about experts in host memory: add --offload")
-    if options.compile_cache and not (options.compile or options.compile_prefill):
-        raise ValueError("--compile_cache is about compiled code: add --compile")
-    if options.decode_kernels == "fused" and not options.compile:
-        raise ValueError("--decode_kernels fused is about a compiled step: add --compile")
-    if options.decode_kernels == "fused" and options.offload:
-        why = "the kernels read all experts from GPU memory"
-        raise ValueError(f"--decode_kernels fused does not go with --offload: {why}")
+    if options.eager and options.compile:
+        raise ValueError("--eager and --compile: leave one of them out")
+    if options.eager or options.device == "cpu":
+        choose_compile(options, on_gpu=False)
     if options.offload and (options.gpu_experts is None) == (options.gpu_memory is None):
         raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
 

@@ -51,7 +51,7 @@ def expert_traffic(found: dict) -> list[str]:
     parts = []
     if found.get("hit_ratio") is not None:
         parts.append(f"expert cache hits {found['hit_ratio']:.0%}")
-        parts.append(f"with prefetches {found['guessed_ratio']:.0%}")
+        parts.append(f"CPU multiplies {found['cpu_ratio']:.0%}")
     if found.get("bytes_moved_per_token") is not None:
         parts.append(f"copies {in_bytes(found['bytes_moved_per_token'])}/token")
     return parts

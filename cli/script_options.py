@@ -104,7 +104,7 @@ def study_parser() -> Parser:
         (
             "python scripts/study_offload.py --output_dir docs",
             "python scripts/study_offload.py --checkpoint_path DIR --text_file book.txt"
-            " --tokens 5000 --json",
+            " --tokens 5000 --profile DIR/expert_profile.json",
         ),
     )
     add = parser.add_argument
@@ -127,6 +127,13 @@ def study_parser() -> Parser:
         type=Path,
         metavar="DIR",
         help="folder for the pictures offload_curves.svg and offload_experts.png",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="write how often each expert was chosen, for --expert_profile, or as "
+        "expert_profile.json for a checkpoint's folder",
     )
     add("--json", action="store_true", help="print one JSON object after the tables")
     return parser

@@ -8,11 +8,13 @@ from cli.generate_options import DRAFT_TOKENS, SPECULATE
 from cli.options import (
     add_checkpoint_path,
     add_compile,
+    add_dry_run,
     add_hub_options,
     add_model_options,
     add_offload,
     check_checkpoint_path,
     check_counts,
+    check_dry_run,
     check_model_options,
 )
 from cli.parser import Parser
@@ -20,16 +22,18 @@ from cli.startup import require_extra
 
 LOCAL_HOSTS = "127.0.0.1", "localhost", "::1"  # addresses that need no API key
 MAX_BATCH = 64
+# Answers decoded side by side. A CPU's step takes the same time for 1 as for 16.
+DEFAULT_BATCH = {"cuda": 8, "cpu": 16}
 PACKAGES = "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        "Serve a converted checkpoint by OpenAI's API, with a chat page at /.",
+        "Serve a converted checkpoint by the APIs of OpenAI and Anthropic, with a chat page at /.",
         (
             "python serve.py --checkpoint_path checkpoints/OWNER/NAME/model_bf16 --compile",
             "python serve.py --checkpoint_path DIR --host 0.0.0.0 --max_queue 32",
-            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB --prefetch 2",
+            "python serve.py --checkpoint_path DIR --offload --gpu_memory 16GB",
         ),
     )
     add = parser.add_argument
@@ -53,14 +57,17 @@ def build_parser() -> Parser:
     add("--max_body", type=int, default=4 << 20, metavar="BYTES", help=body)
     limit = "maximum seconds from a request's arrival to its end (600)"
     add("--time_limit", type=float, default=600.0, metavar="S", help=limit)
+    drain = "seconds that running answers have to end after SIGTERM (10)"
+    add("--drain", type=float, default=10.0, metavar="S", help=drain)
     origin = "origin of web pages that may use the API, such as http://localhost:3000"
     add("--cors_origin", metavar="URL", help=origin)
     add_hub_options(parser)
+    add_dry_run(parser)
     parser.begin_group("speculative decoding", "draft tokens while up to four answers are decoded")
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction, "
         "with --max_batch 1; auto: by lookup, with --max_batch 1 by both, where that is measured "
-        "to be faster; default: auto by lookup on one device, off with --compile or --offload"
+        "to be faster; default: auto by lookup on one device, off if compiled or with --offload"
     )
     add("--speculate", choices=SPECULATE, help=sources)
     drafts = f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"
@@ -75,6 +82,7 @@ def check_options(options: argparse.Namespace) -> None:
     Raises ValueError for invalid combinations, and for missing packages.
     """
     check_model_options(options)
+    check_dry_run(options)
     check_checkpoint_path(options)
     check_counts(options, "max_queue", "max_body", "max_seq_len")
     check_counts(options, "max_batch", most=MAX_BATCH)
@@ -92,6 +100,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--port {options.port}: it must be from 0 to 65535")
     if not options.time_limit > 0:
         raise ValueError(f"--time_limit {options.time_limit}: it must be above 0")
+    if not 0 <= options.drain < float("inf"):
+        raise ValueError(f"--drain {options.drain}: it must be 0 or more")
     if options.api_key is None:
         options.api_key = os.environ.get("MOE_FAST_API_KEY")
     key = options.api_key

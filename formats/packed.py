@@ -4,11 +4,12 @@
 a request wins. The last row of each product is plain PyTorch, which serves everything and is the
 reference for the others.
 
-It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step (Hopper) read
+It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step read
 the packed weights themselves: docs/design.md, "What runs when".
 """
 
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
+from ops.products.prompt_rows import gather_rows
 from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
@@ -145,7 +147,20 @@ class Packed(nn.Module):
         torch._check(x.shape[-1] == self.width)
         # Reorder x here and not in the operator, so that Inductor fuses it with what computes x.
         if choose(self.request(ROWS, x)).reorders_x:
-            x = FORMATS[self.format].grouped_order(x, self.group)
+            if torch.compiler.is_compiling() or not can_launch(x, "_gather_rows"):
+                x = FORMATS[self.format].grouped_order(x, self.group)
+            else:
+                x = gather_rows(x, None, 1, self.column_order(x))
+        return self.multiply_ordered(x, group_ends, dense)
+
+    def column_order(self, like: Tensor) -> Tensor | None:
+        """Return the order int32 [in] in which `multiply_ordered` reads its x; None: as it is."""
+        if not choose(self.request(ROWS, like)).reorders_x:
+            return None
+        return column_order(self.format, self.group, self.width, like.device)
+
+    def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
+        """`multiply_rows` of x in the order of `column_order`."""
         parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
         return grouped_packed(x, group_ends, parts, self.format, self.group)
 
@@ -191,6 +206,13 @@ class PackedExpertLinear(Packed):
         gate_bias, up_bias = self.bias.chunk(2, dim=-1)
         gate = add_bias(gate, gate_bias, expert_indices)
         return activation(gate, add_bias(up, up_bias, expert_indices))
+
+
+@cache
+def column_order(format: str, group: int, width: int, device: torch.device) -> Tensor:
+    """Return `Format.grouped_order` of the numbers 0 to width - 1, int32 [width]."""
+    columns = torch.arange(width, dtype=torch.int32, device=device)
+    return FORMATS[format].grouped_order(columns, group)
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] = ()) -> int:

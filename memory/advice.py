@@ -248,7 +248,7 @@ class Search:
         """Yield sizes for --gpu_memory: the least if that was not given, then what is free."""
         if setup.offload:
             settings = replace(setup.offload, reserve=reserve(setup))
-            least = least_gpu_memory(setup.sizes.experts, settings, self.on_gpu)
+            least = least_gpu_memory(setup.sizes.experts, settings)
             if (settings.gpu_memory or 0) < least:
                 yield size_text(least, up=True)
         if self.on_gpu:

@@ -19,6 +19,7 @@ from model import ModelArgs
 from models import args_of_checkpoint, build_model
 from models.multi_token import MTP
 from offload.plan import OffloadSettings
+from offload.profile import FILE_NAME, Profile, read_profile
 from ops.plain.attention import BLOCK
 from parallel import process_group
 from runtime.draft_vocab import DRAFT_VOCAB
@@ -80,29 +81,44 @@ def is_mapped(source, dtype: torch.dtype | None) -> bool:
     return dtype is None and getattr(source, "plain_dtype", None) is None
 
 
-def expert_settings(options: argparse.Namespace, reserve: int = 0) -> OffloadSettings:
-    """Return the options of --offload as settings. Raises ValueError for a wrong size."""
+def expert_settings(options: argparse.Namespace, source, reserve: int = 0) -> OffloadSettings:
+    """Return the options of --offload as settings. source: the checkpoint.
+
+    Raises ValueError for a wrong size, or a file that is no profile.
+    """
     return OffloadSettings(
         options.gpu_experts,
         None if options.gpu_memory is None else parse_size(options.gpu_memory),
-        options.cache_policy or OffloadSettings.policy,
-        options.prefetch,
-        options.offload_driver,
+        options.offload_compute or OffloadSettings.compute,
+        find_profile(options.expert_profile, source),
         reserve,
     )
 
 
+def find_profile(path: Path | None, source) -> Profile | None:
+    """Return the profile in this file, or else the one that a checkpoint has beside its weights."""
+    folder = getattr(source, "directory", None)
+    if path is None and folder is not None and (folder / FILE_NAME).is_file():
+        path = folder / FILE_NAME
+    return None if path is None else read_profile(path)
+
+
 def offload_settings(
-    options: argparse.Namespace, args: ModelArgs, dtype: torch.dtype, length: int, batch: int
+    options: argparse.Namespace,
+    source,
+    args: ModelArgs,
+    dtype: torch.dtype,
+    length: int,
+    batch: int,
 ) -> OffloadSettings:
     """Return the options as settings, with the reserve of a session of this size.
 
-    args: one rank's; dtype: of activations.
+    source: the checkpoint; args: one rank's; dtype: of activations.
     """
     cache_class = KV_CACHES[options.kv_cache]
     cache = cache_bytes(build_model(args), batch, length + BLOCK, cache_class, dtype)
     size = length, batch, options.kv_cache, options.prefill_chunk
-    return expert_settings(options, session_bytes(args, cache, dtype, *size))
+    return expert_settings(options, source, session_bytes(args, cache, dtype, *size))
 
 
 def plan_generation(
@@ -118,24 +134,31 @@ def plan_generation(
 
     source, drafter: checkpoints, or None for the latter. longest: tokens of the longest prompt.
     """
+    setup = generation_setup(options, source, drafter, length, batch, longest)
+    levers = generation_levers(options, source, device, longest)
+    lower_gpu_memory(options, plan_session(setup, device, levers))
+
+
+def generation_setup(
+    options: argparse.Namespace, source, drafter, length: int, batch: int, longest: int
+) -> Setup:
+    """Return what decides the memory of generate.py's session. The others: of `plan_generation`."""
     dtype, extra = DTYPES.get(options.dtype), extra_for_head(options, source, length)
     if drafter:
         draft = sizes_of(drafter, dtype, options.parallel)
         extra = draft.weights + draft.cache(1, length, options.kv_cache)
         extra += part_bytes(draft, options.draft_vocab or DRAFT_VOCAB)
-    setup = Setup(
+    return Setup(
         sizes_of(source, dtype, options.parallel),
         length,
         batch,
         options.kv_cache,
         options.prefill_chunk,
-        expert_settings(options) if options.offload else None,
+        expert_settings(options, source) if options.offload else None,
         mapped=is_mapped(source, dtype),
         extra=extra,
         longest=None if options.interactive else longest,
     )
-    levers = generation_levers(options, source, device, longest)
-    lower_gpu_memory(options, plan_session(setup, device, levers))
 
 
 def uses_head(options: argparse.Namespace, source) -> bool:
@@ -181,21 +204,25 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
     Raises ValueError if nothing fits.
     least: sequences that must fit; --max_batch is the most that run.
     """
-    dtype = DTYPES.get(options.dtype)
-    sizes = sizes_of(source, dtype, options.parallel)
-    setup = Setup(
+    setup = server_setup(options, source, least)
+    capacity = plan_session(setup, device, server_levers(options, source, device))
+    lower_gpu_memory(options, capacity)
+    return capacity
+
+
+def server_setup(options: argparse.Namespace, source, least: int) -> Setup:
+    """Return what decides the memory of serve.py's session. least: as of `plan_server`."""
+    sizes = sizes_of(source, DTYPES.get(options.dtype), options.parallel)
+    return Setup(
         sizes,
         options.max_seq_len,
         least,
         options.kv_cache,
         options.prefill_chunk,
-        expert_settings(options) if options.offload else None,
+        expert_settings(options, source) if options.offload else None,
         options.max_batch,
         extra=extra_for_head(options, source, options.max_seq_len or sizes.args.max_position),
     )
-    capacity = plan_session(setup, device, server_levers(options, source, device))
-    lower_gpu_memory(options, capacity)
-    return capacity
 
 
 def plan_evaluation(
@@ -252,7 +279,6 @@ def session_levers(
     batch: str,
 ) -> Levers:
     """Return the levers of a command with --offload. context, least, batch: as in Levers."""
-    with_offload = ["--decode_kernels auto"] * (options.decode_kernels == "fused")
     return Levers(
         length=context,
         least_length=least,
@@ -260,7 +286,7 @@ def session_levers(
         kv_cache=True,
         dtype=True,
         format=format_advice(options, source),
-        offload=" ".join(with_offload),
+        offload="",
         gpus=torch.cuda.device_count() if device.type == "cuda" else 1,
     )
 

@@ -216,7 +216,7 @@ def fit_offloaded(setup: Setup, settings: OffloadSettings, memory: Memory) -> Ca
     settings = replace(settings, reserve=reserve(setup))
     if memory.gpu is not None and (settings.gpu_memory or 0) > memory.gpu:
         settings = replace(settings, gpu_memory=lower_gpu_memory(setup, settings, memory))
-    plan = make_plan(experts, settings, on_gpu)
+    plan = make_plan(experts, settings)
     need = plan.nbytes + settings.reserve
     if memory.gpu is not None and need > memory.gpu:
         raise Shortage(
@@ -236,7 +236,7 @@ def lower_gpu_memory(setup: Setup, settings: OffloadSettings, memory: Memory) ->
     They leave MARGIN of the free memory for CUDA, or as much of it as the least session does.
     Raises Shortage if that session does not fit.
     """
-    least = least_gpu_memory(setup.sizes.experts, settings, on_gpu=True)
+    least = least_gpu_memory(setup.sizes.experts, settings)
     if least > memory.gpu:
         raise Shortage(
             f"--offload: the least experts, all other weights, the KV cache of "

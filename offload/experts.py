@@ -1,22 +1,22 @@
 """Experts in host memory: the GPU has R slots per layer, and copies missing experts into them.
 
-A layer computes one token in three steps. It copies the chosen experts that miss into the slots of
-evicted ones, maps expert ids to slot ids, and runs the ordinary products of model.py on a pool of R
-experts. Weights never change, so nothing is copied back.
+A layer computes a few tokens in four steps, all of them on the device (ops/step/):
 
-The GPU or the CPU schedules the copies:
+1. The table of slots tells which of the chosen experts are cached. Of those that miss, a part is
+   the CPU's share; the GPU writes the request into pinned memory. The rest gets slots.
+2. A kernel copies the rest over the link.
+3. The ordinary products of model.py, or the fused kernels, run on a pool of R experts.
+4. The CPU has multiplied its share in place meanwhile (offload/cpu_share.py); its sum is added.
 
-- GPU: the slot table is on the device, and a kernel reads host memory. The host never waits.
-- CPU: the host waits once per layer, for the chosen ids. Meanwhile the next layer's router predicts
-  its experts from this layer's hidden state (Eliseev & Mazur 2023, section 3.2). They are
-  prefetched into staging buffers that all layers share.
+Calls that may choose more experts than there are slots, prompts, run in waves: the host reads the
+chosen ids, and steps 1 to 3 run for R / 2 experts at a time, while the next ones are copied.
+Weights never change, so nothing is copied back.
 
 Memory:
 
     host    per layer [E, bytes], registered with CUDA: one blob per expert, all tensors of its w13
             and w2
-    device  per layer one byte pool, tensor by tensor [R, ...], as the products expect them; and
-            staging buffers of one blob each
+    device  per layer one byte pool, tensor by tensor [R, ...], as the products expect them
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,15 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from model import Experts, Transformer
-from offload.cache import DeviceExpertCache, ExpertCache
-from offload.copies import CopyStream
-from ops.plain.topk import top_k
-from ops.step.expert_paging import fetch_by_kernel
+from model import Experts, Transformer, weighted_sum
+from offload.cache import DeviceExpertCache
+from offload.copies import load_in_turn
+from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
+from ops.step.expert_paging import MAX_PAIRS, fetch, fetches_by_kernel, page
 
 ALIGN = 128  # bytes
-COUNTERS = "hits", "misses", "speculative_hits", "speculative_loads", "bytes"
+COUNTERS = "hits", "misses", "on_cpu", "bytes"
+WAVE_PAGE = 32  # experts that a wave places at a time
 
 # (name, device, expert=None) -> a parameter, or that of one expert [1, ...]
 Reader = Callable[..., Tensor]
@@ -52,6 +53,11 @@ class BlobPart:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def in_host(self, blobs: Tensor) -> Tensor:
+        """Return the part of all experts [E, ...], a view of uint8 [E, bytes]."""
+        part = blobs[:, self.start : self.start + self.nbytes]
+        return part.view(self.dtype).unflatten(1, self.shape or (1,)).view(-1, *self.shape)
+
 
 def plan_blob(path: str, experts: Experts, read: Reader) -> tuple[list[BlobPart], int]:
     """Return the parts of a layer's blobs, and a blob's bytes. Reads the first expert."""
@@ -63,239 +69,173 @@ def plan_blob(path: str, experts: Experts, read: Reader) -> tuple[list[BlobPart]
     return parts, size
 
 
+def set_parts(experts: Experts, parts: Sequence[BlobPart], tensors: Sequence[Tensor]) -> None:
+    """Make tensors the parameters of experts, which the parts name."""
+    for part, tensor in zip(parts, tensors, strict=True):
+        path, leaf = part.name.rsplit(".", 1)
+        typed = nn.Parameter(tensor, requires_grad=False)
+        setattr(experts.get_submodule(path.split(".experts.", 1)[1]), leaf, typed)
+
+
 @dataclass(frozen=True)
 class LayerStorage:
     """One layer's experts in host memory, and the settings of its cache."""
 
-    layer: int
     total_experts: int  # E of all ranks
     parts: list[BlobPart]
     blobs: Tensor  # uint8 [E of this rank, bytes], on the host
-    slots: int  # R
-    policy: str
-    copies: CopyStream
+    cached: list[int]  # the R experts that are cached at the start, least recently used first
     device: torch.device
-    kernel_reads_host: bool  # registered with CUDA, all parts in words of 4 bytes
-    gpu_schedules: bool
+    owner: object  # while it lives, blobs are registered with CUDA
+
+    @property
+    def slots(self) -> int:
+        """R."""
+        return len(self.cached)
 
 
 class OffloadedExperts(nn.Module):
     """`Experts` (or a rank's `tp.ShardedExperts`) over R slots: same call, same result.
 
-    The result does not depend on which experts are cached, nor on their slots.
+    If the CPU has no share, the result does not depend on which experts are cached, nor on their
+    slots. Otherwise sums have another order.
     """
 
     def __init__(self, experts: Experts, storage: LayerStorage):
         super().__init__()
         self.experts, self.storage = experts, storage
         self.n_local, self.first = experts.n_expert, getattr(experts, "first", 0)
-        slots, device = storage.slots, storage.device
-        self.cache = ExpertCache(self.n_local, slots, storage.policy)
-        # Prefetches: experts per token, and the next layer's MoE and OffloadedExperts. A list hides
-        # them from nn.Module.
-        self.prefetch_count = 0
-        self.next_layer: list[nn.Module] = []
-        self.counts = dict.fromkeys(COUNTERS, 0)
-        by_kernel = storage.kernel_reads_host and device.type == "cuda"
-        self.slot_ids = torch.arange(slots, device=device) if by_kernel else None
+        self.cache = DeviceExpertCache(self.n_local, storage.cached, storage.device)
         self.layout = [n for part in storage.parts for n in (part.start, part.nbytes)]
         self.make_pool()
-        for slot in range(slots):
-            self.fill_slot(slot, storage.blobs[slot])
-        experts.choose_from = storage.total_experts * slots / self.n_local
-        experts.n_expert = slots
-        self.slot_map = self.make_slot_map(self.cache.slot)  # CUDA graphs read it: update in place
-        self.table = None
-        if storage.gpu_schedules:
-            self.table = DeviceExpertCache(self.n_local, slots, storage.policy, device)
+        self.fill_slots(torch.tensor(storage.cached), torch.arange(storage.slots))
+        experts.choose_from = storage.total_experts * storage.slots / self.n_local
+        experts.n_expert = storage.slots
+        self.box: Mailbox | None = None  # of requests to the CPU: `offload.cpu_share.share_layers`
 
     def make_pool(self) -> None:
         """Allocate R slots and make the experts' parameters views of them."""
         slots, size = self.storage.slots, self.storage.blobs.shape[1]
         self.pool = torch.empty(slots * size, dtype=torch.uint8, device=self.storage.device)
-        self.slot_bytes: list[Tensor] = []  # uint8 [R, bytes] of each part
-        for part in self.storage.parts:
-            view = self.pool[slots * part.start :][: slots * part.nbytes]
-            self.slot_bytes.append(view.view(slots, -1))
-            # View as the dtype here, not in forward: Dynamo does not see who writes the pool.
-            typed = nn.Parameter(
-                view.view(part.dtype).view(slots, *part.shape), requires_grad=False
-            )
-            path, leaf = part.name.rsplit(".", 1)
-            setattr(self.experts.get_submodule(path.split(".experts.", 1)[1]), leaf, typed)
+        # View as the dtype here, not in forward: Dynamo does not see who writes the pool.
+        views = [
+            self.pool[slots * part.start :][: slots * part.nbytes]
+            .view(part.dtype)
+            .view(slots, *part.shape)
+            for part in self.storage.parts
+        ]
+        set_parts(self.experts, self.storage.parts, views)
 
-    def make_slot_map(self, slots: dict[int, int]) -> Tensor:
-        """Return each expert's slot, int64 [E of all ranks]; R for experts not in `slots`."""
-        ids = range(-self.first, self.storage.total_experts - self.first)
-        found = torch.tensor(
-            [slots.get(expert, self.storage.slots) for expert in ids],
-            # Pinned, so that the host does not wait for earlier work in the stream.
-            pin_memory=self.storage.device.type == "cuda",
-        )
-        return found.to(self.storage.device, non_blocking=True)
+    def fill_slots(self, experts: Tensor, slots: Tensor) -> None:
+        """Copy experts into slots, int64 [N] each."""
+        pair = (ids.to(self.pool.device) for ids in (experts, slots))
+        fetch(*pair, self.storage.blobs, self.pool, self.layout)
 
-    def fits(self, pairs: int) -> bool:
-        """Return whether any choice of this many experts fits into the slots at once."""
-        return pairs <= self.storage.slots
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a kernel copies experts, so that a step needs nothing of the host's Python."""
+        return fetches_by_kernel(self.storage.blobs, self.pool, self.layout)
 
-    def fill_slot(self, slot: int, blob: Tensor) -> None:
-        """Copy an expert into a slot: by one kernel, or part by part (3.5 us more each)."""
-        if self.slot_ids is not None:
-            expert, target = self.slot_ids[:1], self.slot_ids[slot : slot + 1]
-            fetch_by_kernel(expert, target, blob[None], self.pool, self.layout)
-            return
-        for part, slots in zip(self.storage.parts, self.slot_bytes, strict=True):
-            slots[slot].copy_(blob[part.start : part.start + part.nbytes], non_blocking=True)
+    def fits(self, tokens: int, active: int) -> bool:
+        """Return whether any choice of this many tokens fits into the slots at once."""
+        return tokens * active <= min(self.storage.slots, MAX_PAIRS)
+
+    def mailbox(self, tokens: int) -> Mailbox | None:
+        """Return where to ask the CPU for its share of this many tokens; None: it has none."""
+        return self.box if tokens <= MAX_TOKENS else None
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor) -> Tensor:
-        if self.table and self.fits(expert_indices.numel()):
-            return self.multiply(x, expert_indices, expert_weights, self.page(expert_indices))
-        waves, predicted = self.plan_waves(
-            self.needed_ids(x, expert_indices), expert_indices.numel()
-        )
-        if len(waves) > 1:
-            return self.multiply_in_waves(x, expert_indices, expert_weights, waves)
-        slot_map = self.load_wave(waves[0], predicted)
-        return self.multiply(x, expert_indices, expert_weights, slot_map)
+        if not self.fits(*expert_indices.shape):
+            return self.multiply_in_waves(x, expert_indices, expert_weights)
+        box = list(self.mailbox(len(x)) or ())
+        slots = self.page(expert_indices, x, expert_weights, box)
+        if not box:
+            return self.multiply(x, slots, expert_weights)
+        y = self.multiply_present(x, slots, expert_weights)
+        return add_answer(y, slots, box, x.dtype)
 
-    def page(self, expert_indices: Tensor) -> Tensor:
-        """Let the GPU copy missing experts -> each expert's slot, int64 [E of all ranks]."""
-        chosen = expert_indices.flatten() - self.first  # other ranks' ids get out of range
-        slot_map = self.table.page(chosen, self.storage.blobs, self.pool, self.layout)
-        others = self.first, self.storage.total_experts - self.first - self.n_local
-        if not any(others):
-            return slot_map
-        return nn.functional.pad(slot_map, others, value=self.storage.slots)
-
-    def needed_ids(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """Return the ids that the host needs: expert_indices, then predicted experts."""
-        if not self.next_layer:
-            return expert_indices.flatten()
-        moe = self.next_layer[0]
-        scores = moe.selection_scores(moe.router(x).float())
-        predicted = top_k(scores, self.prefetch_count)[1]  # the most likely first
-        return torch.cat((expert_indices.flatten(), predicted.t().flatten()))
-
-    def plan_waves(self, needed_ids: Tensor, pairs: int) -> tuple[list[list[int]], list[int]]:
-        """Wait for `needed_ids` -> chosen experts in waves of at most R, and predicted experts.
-
-        Cached experts come first; otherwise the order is that of the choice.
-        """
-        ids = self.storage.copies.read(needed_ids)
-        if self.table:
-            self.cache = self.table.read()
-        chosen, predicted = ids[:pairs], ids[pairs:]
-        needed = self.local_ids(chosen)
-        self.counts["hits"] += sum(expert in self.cache.slot for expert in needed)
-        needed.sort(key=lambda expert: expert not in self.cache.slot)
-        slots = self.storage.slots
-        waves = [needed[n : n + slots] for n in range(0, len(needed) or 1, slots)]
-        return waves, predicted
-
-    def local_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return this rank's experts among ids: unique, as indices into its own."""
-        end = self.first + self.n_local
-        return [n - self.first for n in dict.fromkeys(ids) if self.first <= n < end]
-
-    def load_wave(
-        self, wave: Sequence[int], predicted: Sequence[int] = (), only: bool = False
+    def page(
+        self, expert_indices: Tensor, x: Tensor, expert_weights: Tensor, box: list[Tensor]
     ) -> Tensor:
-        """Load a wave's experts, start prefetches -> each expert's slot, int64 [E of all ranks].
+        """Find the chosen experts, ask the CPU, copy the rest -> slots, int64 [T, A].
 
-        only: return slots of this wave's experts only. `publish_slots` must follow the last wave.
+        R for experts that are not on this device. box: of `mailbox`; empty: all are copied.
         """
-        missing = [expert for expert in wave if expert not in self.cache.slot]
-        if missing:
-            self.load_missing(missing, wave)
-        for expert in wave:
-            self.cache.use(expert)
-        self.storage.copies.drop_unfinished()
-        if predicted:
-            self.next_layer[1].start_prefetches(predicted)
-        if only:
-            return self.make_slot_map({expert: self.cache.slot[expert] for expert in wave})
-        if missing or self.table:
-            self.publish_slots()
-        return self.slot_map
+        ids = expert_indices - self.first  # other ranks' ids get out of range
+        where = self.storage.blobs, self.pool, self.layout
+        return page(ids, x, expert_weights.float(), [*self.cache.table(bool(box))], *where, box)
 
-    def load_missing(self, missing: Sequence[int], wave: Sequence[int]) -> None:
-        """Copy experts into the slots of evicted ones; from a staging buffer if prefetched."""
-        copies = self.storage.copies
-        copies.wait_for_compute()
-        with copies.as_current():
-            for expert in missing:
-                slot = self.cache.replace(expert, wave)
-                prefetch = copies.take((self.storage.layer, expert))
-                blob = prefetch.buffer if prefetch else self.storage.blobs[expert]
-                self.fill_slot(slot, blob)
-                self.counts["speculative_hits" if prefetch else "misses"] += 1
-                if prefetch:
-                    copies.release(prefetch)
-                else:
-                    self.counts["bytes"] += len(blob)
-        copies.block_compute()
-
-    def publish_slots(self) -> None:
-        """Copy the host's slots to the device, in place."""
-        if self.table:
-            self.table.write(self.cache)
-        self.slot_map.copy_(self.make_slot_map(self.cache.slot))
-
-    def load_chosen(self, needed_ids: Tensor, pairs: int) -> None:
-        """Load chosen experts that fit at once: the host's work between two CUDA graphs."""
-        waves, predicted = self.plan_waves(needed_ids, pairs)
-        self.load_wave(waves[0], predicted)
-
-    def start_prefetches(self, experts: Sequence[int]) -> None:
-        """Prefetch missing experts of this layer, limited by the number of staging buffers."""
-        copies, layer = self.storage.copies, self.storage.layer
-        missing = [n for n in self.local_ids(experts) if n not in self.cache.slot]
-        wanted = missing[: len(copies.free) + len(copies.staged)]
-        for expert in wanted:  # staged ones become the newest, which are evicted last
-            if (key := (layer, expert)) in copies.staged:
-                copies.staged[key] = copies.staged.pop(key)
-        for expert in wanted:
-            if (layer, expert) not in copies.staged:
-                blob = self.storage.blobs[expert]
-                copies.start_prefetch((layer, expert), blob, self.counts)
-        copies.issue_pieces()
-
-    def counters(self) -> dict[str, int]:
-        """Return the layer's COUNTERS. "bytes" are those copied to the device."""
-        counts = dict(self.counts)
-        if self.table:
-            _, hits, misses = self.table.counters.tolist()
-            counts["hits"] += hits
-            counts["misses"] += misses
-            counts["bytes"] += misses * self.storage.blobs.shape[1]
-        return counts
-
-    def multiply(
-        self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, slot_map: Tensor
-    ) -> Tensor:
+    def multiply(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
         """Run the ordinary products; all chosen experts of this rank are in slots."""
-        experts, slots = self.experts, slot_map[expert_indices]
+        experts = self.experts
         if self.n_local < self.storage.total_experts:  # expert parallelism
             return experts.forward_masked(x, slots, slots < experts.n_expert, expert_weights)
         return experts(x, slots, expert_weights)
 
+    def multiply_present(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
+        """Run the products of experts that are in slots -> fp32 [T, D]."""
+        experts, here = self.experts, slots < self.experts.n_expert
+        if len(x) <= experts.gather_max_tokens:
+            # Read one of the others in place of an expert that is not here.
+            other = torch.where(here, slots, 0).amax(dim=-1, keepdim=True)
+            outputs = experts.per_expert(x, torch.where(here, slots, other))
+        else:
+            outputs = experts.per_expert_grouped(x, slots)
+        outputs = torch.where(here.unsqueeze(-1), outputs, 0.0)
+        return weighted_sum(outputs, expert_weights.float())
+
     def multiply_in_waves(
-        self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor, waves: list[list[int]]
+        self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor
     ) -> Tensor:
         """Run more experts than slots, wave by wave; then sum over A in one fixed order."""
-        y = None
-        for wave in waves:
-            slots = self.load_wave(wave, only=True)[expert_indices]
+        local = expert_indices - self.first
+        waves, y = self.plan_waves(local), None
+        rows = local.clamp(-1, self.n_local)
+        for slot_map in load_in_turn(self.load_wave, waves, ahead=self.storage.slots > 1):
+            slots = slot_map[rows]
+            if len(waves) == 1:
+                return self.multiply(x, slots, expert_weights)
             outputs = self.experts.per_expert_grouped(x, slots)
             if y is None:
                 y = outputs
             else:
                 y = torch.where((slots < self.experts.n_expert).unsqueeze(-1), outputs, y)
-        self.publish_slots()
-        local = expert_indices - self.first
         mine = (local >= 0) & (local < self.n_local)
         expert_weights = torch.where(mine, expert_weights, 0.0)
         return self.experts.combine(y, expert_weights).to(x.dtype)
+
+    def plan_waves(self, local: Tensor) -> list[Tensor]:
+        """Return this rank's chosen experts in waves, int64 [up to R]: those in slots come first.
+
+        Several waves take a half of the slots each, so that one is copied while another is
+        multiplied.
+        """
+        slots, E = self.storage.slots, self.n_local
+        used = torch.zeros(E + 1, dtype=torch.int64, device=local.device)
+        used[torch.where((local >= 0) & (local < E), local, E).flatten()] = 1
+        is_used, slot = torch.stack((used[:E], self.cache.slot)).tolist()  # the host waits
+        chosen = [expert for expert in range(E) if is_used[expert]]
+        chosen.sort(key=lambda expert: slot[expert] == slots)
+        size = slots if len(chosen) <= slots else max(1, slots // 2)
+        return list(torch.tensor(chosen, dtype=torch.int64, device=self.pool.device).split(size))
+
+    def load_wave(self, wave: Tensor) -> Tensor:
+        """Load a wave's experts -> slots of these alone, int64 [E + 2], by -1 .. E; else R.
+
+        Some are placed at a time. Those before are the most recently used ones, so that they stay.
+        """
+        none = torch.empty(0, device=wave.device)
+        for some in wave.split(min(WAVE_PAGE, self.storage.slots)):
+            self.page(some[None] + self.first, none, none, [])
+        found = torch.full((self.n_local + 2,), self.storage.slots, device=wave.device)
+        found[wave] = self.cache.slot[wave]
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """Return the layer's COUNTERS. "bytes" are those copied to the device."""
+        _, hits, misses, on_cpu = self.cache.counters.tolist()
+        copied = (misses - on_cpu) * self.storage.blobs.shape[1]
+        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, copied), strict=True))
 
 
 def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:

@@ -3,21 +3,23 @@
 import logging
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
-from offload.cache import POLICIES
-from offload.copies import CopyStream
+from offload.balance import Prediction, measure_balance, resident_seconds
+from offload.cpu_experts import CPUThreads, use_huge_pages
+from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
-from offload.runner import OffloadRunner
+from offload.profile import Profile
+from offload.runner import FusedOffloadRunner, OffloadRunner
+from ops.step.cpu_share import MAX_TOKENS
+from ops.step.expert_paging import MAX_PAIRS
 from runtime.memory import Shortage, free_gpu_memory
 
-DRIVERS = "host", "device"  # the CPU or the GPU schedules copies
-STAGING_BUFFERS = 4  # for prefetches, as in Eliseev & Mazur 2023
-LARGE_EXPERT = 16 << 20  # bytes; prefetching larger ones is faster
+COMPUTE = "auto", "gpu", "cpu"  # who multiplies experts that miss
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 
 log = logging.getLogger("moe_fast")
@@ -32,20 +34,16 @@ class OffloadSettings:
 
     gpu_experts: int | None = None  # R, slots per layer
     gpu_memory: int | None = None  # bytes for weights, slots and `reserve` together, per GPU
-    policy: str = "lru"
-    prefetch: int | None = None  # experts per token and layer; None: see `choose_prefetch`
-    driver: str | None = None  # of DRIVERS; None: device, or host if there are prefetches
+    compute: str = "auto"  # of COMPUTE; auto: both, so that they end together
+    profile: Profile | None = None  # which experts are cached at the start; None: the first ones
     reserve: int = 0  # bytes of gpu_memory for the KV cache and activations
 
     def __post_init__(self):
         if (self.gpu_experts is None) == (self.gpu_memory is None):
             raise ValueError("offloading takes --gpu_experts or --gpu_memory: give one of the two")
-        for name, known in {"policy": POLICIES, "driver": (None, *DRIVERS)}.items():
-            if getattr(self, name) not in known:
-                options = ", ".join(filter(None, known))
-                raise ValueError(f"{name} {getattr(self, name)!r}: it must be one of {options}")
-        if self.driver == "device" and self.prefetch:
-            raise ValueError("--offload_driver device does not prefetch: leave --prefetch out")
+        if self.compute not in COMPUTE:
+            known = ", ".join(COMPUTE)
+            raise ValueError(f"--offload_compute {self.compute}: it must be one of {known}")
 
     def apply(
         self, model: Transformer, device: torch.device, dtype: torch.dtype, read: Reader
@@ -111,6 +109,8 @@ class ExpertSizes:
     n_local: int  # E of this rank
     n_active: int
     kept: int  # bytes of weights that stay on the device
+    is_shard: bool = False  # several ranks share the experts
+    first: int = 0  # this rank's first expert
 
     @property
     def per_slot(self) -> int:
@@ -133,15 +133,13 @@ class OffloadPlan:
     """All decisions of `offload_experts`, made before it moves a weight."""
 
     experts: ExpertSizes
-    prefetch: int  # experts per token and layer
-    buffers: int  # staging buffers
     slots: int  # R
+    dtype: torch.dtype = torch.bfloat16  # of activations
 
     @property
     def nbytes(self) -> int:
-        """Bytes to allocate on the device: other weights, slots and staging buffers."""
-        sizes = self.experts
-        return sizes.kept + self.slots * sizes.per_slot + self.buffers * sizes.largest
+        """Bytes to allocate on the device: other weights and slots."""
+        return self.experts.kept + self.slots * self.experts.per_slot
 
 
 def measure_experts(model: Transformer, dtype: torch.dtype, read: Reader) -> ExpertSizes:
@@ -157,9 +155,12 @@ def measure_experts(model: Transformer, dtype: torch.dtype, read: Reader) -> Exp
         n: plan_blob(f"layers.{n}.ffn.experts", ffn.experts, read) for n, ffn in ffns.items()
     }
     experts = {id(p) for ffn in ffns.values() for p in ffn.experts.parameters()}
-    n_local = next(iter(ffns.values())).experts.n_expert
+    some = next(iter(ffns.values())).experts
     kept = weight_bytes(model, dtype, experts)
-    return ExpertSizes(layouts, model.args.n_expert, n_local, model.args.n_active, kept)
+    first = getattr(some, "first", None)  # of tp.ShardedExperts
+    own = first is not None, first or 0
+    sizes = model.args.n_expert, some.n_expert, model.args.n_active
+    return ExpertSizes(layouts, *sizes, kept, *own)
 
 
 def meta_reader(model: Transformer, dtype: torch.dtype) -> Reader:
@@ -176,45 +177,17 @@ def meta_reader(model: Transformer, dtype: torch.dtype) -> Reader:
     return read
 
 
-def choose_prefetch(settings: OffloadSettings, total: int, size: int, on_gpu: bool) -> int:
-    """Return the number of prefetches per token and layer. size: bytes of an expert.
-
-    Only the CPU prefetches, and its wait takes 0.1 ms per layer on an H200. With experts of 66 MB
-    (Mixtral in 2 bits) the CPU with two prefetches is faster than the GPU without; with 2.4 MB
-    (Qwen3-30B-A3B in 4 bits) the GPU makes twice the tokens/s.
-    """
-    if settings.prefetch is not None:
-        return settings.prefetch
-    possible = settings.driver != "device" and on_gpu
-    return 2 if possible and settings.gpu_experts != total and size >= LARGE_EXPERT else 0
-
-
-def choose_staging(
-    settings: OffloadSettings, experts: ExpertSizes, on_gpu: bool
-) -> tuple[int, int]:
-    """Return the number of prefetches per token and layer, and of staging buffers."""
-    prefetch = choose_prefetch(settings, experts.n_local, experts.largest, on_gpu)
-    return prefetch, max(STAGING_BUFFERS, prefetch) if prefetch else 0
-
-
-def make_plan(experts: ExpertSizes, settings: OffloadSettings, on_gpu: bool) -> OffloadPlan:
-    """Return the plan. on_gpu: the device is one. Raises ValueError as `choose_slots`."""
-    if not 0 <= (settings.prefetch or 0) <= experts.n_expert:
-        raise ValueError(
-            f"--prefetch {settings.prefetch}: it must be from 0 to {experts.n_expert}, the experts "
-            "of a layer"
-        )
-    prefetch, buffers = choose_staging(settings, experts, on_gpu)
-    resident = experts.kept + buffers * experts.largest + settings.reserve
+def make_plan(experts: ExpertSizes, settings: OffloadSettings) -> OffloadPlan:
+    """Return the plan. Raises ValueError as `choose_slots`."""
+    resident = experts.kept + settings.reserve
     slots = choose_slots(settings, experts.n_local, experts.n_active, resident, experts.per_slot)
-    return OffloadPlan(experts, prefetch, buffers, slots)
+    return OffloadPlan(experts, slots)
 
 
-def least_gpu_memory(experts: ExpertSizes, settings: OffloadSettings, on_gpu: bool) -> int:
+def least_gpu_memory(experts: ExpertSizes, settings: OffloadSettings) -> int:
     """Return the least gpu_memory that `make_plan` accepts with these settings."""
-    buffers = choose_staging(settings, experts, on_gpu)[1]
     least = min(experts.n_active, experts.n_local)
-    return experts.kept + buffers * experts.largest + settings.reserve + least * experts.per_slot
+    return experts.kept + settings.reserve + least * experts.per_slot
 
 
 def check_host_fits(need: int, free: int) -> None:
@@ -249,43 +222,90 @@ def offload_experts(
     Raises ValueError as `make_plan`, and if the GPU lacks memory, before it reads all experts.
     """
     experts = measure_experts(model, dtype, read)
-    plan = make_plan(experts, settings, device.type == "cuda")
+    plan = replace(make_plan(experts, settings), dtype=dtype)
+    cached = start_cache(settings.profile, experts, plan.slots)
+    threads = CPUThreads() if shares_with_cpu(settings, plan, device) else None
     if device.type == "cuda":
         check_plan_fits(plan.nbytes, plan.slots, free_gpu_memory(device))
     host = torch.empty(experts.host_bytes, dtype=torch.uint8)
-    copies = CopyStream(device, plan.buffers, experts.largest)
-    readable = all(part.nbytes % 4 == 0 for parts, _ in experts.layouts.values() for part in parts)
+    use_huge_pages(host)
+    owner = HostMemory()
     if device.type == "cuda":
-        readable = register_host_memory(host, copies, device) and readable
-    if settings.driver == "device" and not readable:
-        raise ValueError(
-            "--offload_driver device: registered memory in steps of 4 bytes is needed: leave it out"
-        )
-    gpu_default = readable and not plan.prefetch and device.type == "cuda"
-    driver = settings.driver or ("device" if gpu_default else "host")
+        register_host_memory(host, owner, device)
     blobs = host.split([experts.n_local * size for _, size in experts.layouts.values()])
-    above = None
+    layers, products = [], []
     for (n, (parts, _)), layer_blobs in zip(experts.layouts.items(), blobs, strict=True):
         storage = LayerStorage(
-            layer=n,
             total_experts=experts.n_expert,
             parts=parts,
             blobs=layer_blobs.view(experts.n_local, -1),
-            slots=plan.slots,
-            policy=settings.policy,
-            copies=copies,
+            cached=cached[len(layers)],
             device=device,
-            kernel_reads_host=readable,
-            gpu_schedules=driver == "device",
+            owner=owner,
         )
         fill_blobs(storage.blobs, parts, read)
         ffn: MoE = model.layers[n].ffn
-        ffn.experts = offloaded = OffloadedExperts(ffn.experts, storage)
-        if above is not None and plan.prefetch:
-            above.prefetch_count, above.next_layer = plan.prefetch, [ffn, offloaded]
-        above = offloaded
-    model.runner_class = OffloadRunner  # for `runtime.kernel_choice.choose_runner`
-    return describe_plan(plan, settings)
+        if threads is not None:
+            products.append(cpu_products(ffn.experts, storage, threads))
+        ffn.experts = OffloadedExperts(ffn.experts, storage)
+        layers.append(ffn.experts)
+    # For `runtime.kernel_choice.choose_runner`.
+    model.runner_class, model.fused_runner_class = OffloadRunner, FusedOffloadRunner
+    like = torch.empty(0, model.args.dim, dtype=dtype, device=device)
+    if products:
+        share_layers(layers, products, like)
+        set_copies(layers, [0] * (MAX_PAIRS + 1))
+    line = describe_plan(plan, settings)
+    if device.type == "cuda" and plan.slots < experts.n_local:
+        model.prediction = predict(model, layers, products, plan, settings)
+        set_copies(layers, model.prediction.copies)
+        line += f"; {describe_prediction(model.prediction, plan, settings)}"
+    return line
+
+
+def predict(
+    model: Transformer,
+    layers: list[OffloadedExperts],
+    products: list[CPUProducts],
+    plan: OffloadPlan,
+    settings: OffloadSettings,
+) -> Prediction:
+    """Measure copies and the CPU's products -> how misses are divided, and what to expect."""
+    experts, weight = plan.experts, model.embedding.weight
+    like = torch.empty(0, model.args.dim, dtype=plan.dtype, device=layers[0].storage.device)
+    balance = measure_balance(layers, products, like, experts.n_active)
+    compute = settings.compute if products else "gpu"
+    copies = balance.split(compute, min(MAX_TOKENS * experts.n_active, MAX_PAIRS))
+    # A token reads its experts, and all other weights but the embedding, which may be the head.
+    read = experts.kept + experts.n_active * experts.per_slot * experts.n_local // experts.n_expert
+    read -= 0 if model.args.tied_embeddings else weight.numel() * plan.dtype.itemsize
+    resident = resident_seconds(read, len(model.layers), like)
+    return Prediction(balance, copies, len(layers), experts.n_active, resident)
+
+
+class HostMemory:
+    """Owns the registration of the experts' host memory, while layers refer to it."""
+
+
+def shares_with_cpu(settings: OffloadSettings, plan: OffloadPlan, device: torch.device) -> bool:
+    """Whether the CPU multiplies experts that miss: by default beside one GPU.
+
+    Raises ValueError for several ranks that shall do so.
+    """
+    if settings.compute == "gpu" or plan.slots == plan.experts.n_local:
+        return False
+    if settings.compute == "cpu" and plan.experts.is_shard:
+        raise ValueError("--offload_compute cpu: it needs one process: use gpu, or leave it out")
+    return settings.compute == "cpu" or (device.type == "cuda" and not plan.experts.is_shard)
+
+
+def start_cache(profile: Profile | None, experts: ExpertSizes, slots: int) -> list[list[int]]:
+    """Return by layer the experts that are cached at the start, the most used ones last."""
+    if profile is None:
+        return [list(range(slots)) for _ in experts.layouts]
+    order = profile.by_use(len(experts.layouts), experts.n_expert)
+    own = range(experts.first, experts.first + experts.n_local)
+    return [[n - experts.first for n in row if n in own][-slots:] for row in order]
 
 
 def fill_blobs(blobs: torch.Tensor, parts: list[BlobPart], read: Reader) -> None:
@@ -306,8 +326,23 @@ def describe_plan(plan: OffloadPlan, settings: OffloadSettings) -> str:
     missed = experts.n_active * per_slot * (n_local - slots) / experts.n_expert
     return (
         f"offload: {slots} of {n_local} experts a layer on the device ({gb(slots * per_slot)}),"
-        f" {gb(experts.kept)} of other weights, {gb(plan.buffers * experts.largest)} for "
-        f"prefetches, {gb(settings.reserve)} reserved for KV cache and activations; "
-        f"{gb(experts.host_bytes)} in host memory; {missed / 1e6:.4g} MB to copy per token if the "
-        "router chose uniformly"
+        f" {gb(experts.kept)} of other weights, "
+        f"{gb(settings.reserve)} reserved for KV cache and activations; "
+        f"{gb(experts.host_bytes)} in host memory; {missed / 1e6:.4g} MB a token miss if the "
+        "router chooses uniformly"
+    )
+
+
+def describe_prediction(
+    prediction: Prediction, plan: OffloadPlan, settings: OffloadSettings
+) -> str:
+    """Return what was measured, and the expected speed, for the log."""
+    if settings.profile is None:
+        ratio, why = plan.slots / plan.experts.n_local, "if the router chooses uniformly"
+    else:
+        ratio, why = settings.profile.hit_ratio(plan.slots), "as the profile says"
+    speed = prediction.tokens_per_second(ratio)
+    return (
+        f"{prediction.balance.describe()}: about {speed:.3g} tokens/s with {ratio:.0%} cache hits, "
+        f"{why}"
     )

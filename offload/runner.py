@@ -1,17 +1,25 @@
 """Compiled execution of a model with offloaded experts.
 
-If the GPU schedules copies, a block is compiled as a whole. If the CPU does, a block is compiled in
-two parts, and the host loads experts between them. One CUDA graph captures the second part of a
-block and the first of the next. Prompts may choose more experts than slots; these run eagerly in
-waves between the two parts.
+A block whose tokens' experts fit into the slots is compiled as a whole, or runs the fused kernels,
+and is captured. Prompts may choose more experts than slots: the host reads their choice, so that
+the experts run eagerly between two compiled parts of the block.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from model import Block, Context, MoE, Transformer
 from offload.experts import OffloadedExperts, offloaded_layers
-from runtime.graphs import run_on_host
-from runtime.runner import CompiledRunner
+from ops.products import experts as moe_decode
+from ops.products.join import norm_router
+from ops.products.routing import route
+from ops.step.cpu_share import MAX_TOKENS, answer
+from ops.step.expert_paging import page_experts
+from runtime.fused_decode import FusedRunner
+from runtime.fused_layer import FusedExperts, FusedLayer, kernel_weight
+from runtime.runner import CompiledRunner, share_code
 
 
 class OffloadRunner(CompiledRunner):
@@ -19,66 +27,141 @@ class OffloadRunner(CompiledRunner):
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
-        self.compiled_route = self.compile(route_experts)
-        self.compiled_multiply = self.compile(multiply_experts)
-        layers = offloaded_layers(model)
-        self.slots = layers[0].storage.slots
-        self.needs_host = layers[0].table is None
+        self.waves = WaveBlocks(self)
 
     def can_capture(self, tokens: int) -> bool:
-        return tokens * self.model.args.n_active <= self.slots
+        return super().can_capture(tokens) and self.waves.can_capture(tokens)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
+        if self.waves.takes(block, x):
+            return self.waves.run(block, x, normed, context, next_norm)
+        return super().block(block, x, normed, context, next_norm)
+
+
+class FusedOffloadRunner(FusedRunner):
+    """Runs a few tokens by the fused kernels, which read slots; all else as OffloadRunner."""
+
+    def __init__(self, model: Transformer, dynamic: bool = False):
+        super().__init__(model, dynamic)
+        self.waves = WaveBlocks(self)
+        fitting = [n for n in range(1, MAX_TOKENS + 1) if self.takes_tokens(n)]
+        self.max_tokens, self.prompt_chunks = max(fitting, default=1), ()
+        self.short_chunks = CompiledRunner.short_chunks
+
+    @staticmethod
+    def make_layer(block: Block) -> FusedLayer:
+        offloaded = isinstance(block.ffn, MoE) and isinstance(block.ffn.experts, OffloadedExperts)
+        return FusedLayer(block, FusedOffloadedExperts if offloaded else FusedExperts)
+
+    def can_capture(self, tokens: int) -> bool:
+        return super().can_capture(tokens) and self.waves.can_capture(tokens)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        if not self.is_fused and self.waves.takes(block, x):
+            return self.waves.run(block, x, normed, context, next_norm)
+        return super().block(block, x, normed, context, next_norm)
+
+
+class WaveBlocks:
+    """Blocks whose tokens may choose more experts than there are slots, for both runners."""
+
+    def __init__(self, runner: CompiledRunner):
+        self.model = runner.model
+        self.layers = offloaded_layers(self.model)
+        self.compiled_route = runner.compile(route_experts)
+
+    def can_capture(self, tokens: int) -> bool:
+        """Whether calls of this many tokens need nothing of the host's Python."""
+        active = self.model.args.n_active
+        return all(layer.is_capturable and layer.fits(tokens, active) for layer in self.layers)
+
+    def takes(self, block: Block, x: Tensor) -> bool:
+        """Whether a block's experts may not fit into the slots at once."""
         if not isinstance(block.ffn, MoE):
-            return super().block(block, x, normed, context, next_norm)
-        experts = block.ffn.experts
-        pairs = x.shape[0] * x.shape[1] * block.ffn.n_active
-        if experts.table and experts.fits(pairs):
-            return super().block(block, x, normed, context, next_norm)
-        x, h, indices, weights, needed = self.compiled_route(block, x, normed, context)
-        if not experts.fits(pairs):
-            waves, predicted = experts.plan_waves(needed, pairs)
-            if len(waves) > 1:
-                y = experts.multiply_in_waves(block.ffn.expert_input(h), indices, weights, waves)
-                return *finish_block(block, x, h, y, next_norm), indices, weights
-            experts.load_wave(waves[0], predicted)
-        else:
-            run_on_host(lambda: experts.load_chosen(needed, pairs))
-        x, normed = self.compiled_multiply(
-            block, x, h, indices, weights, experts.slot_map, next_norm
-        )
+            return False
+        return not block.ffn.experts.fits(x.shape[0] * x.shape[1], block.ffn.n_active)
+
+    def run(self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
+        """`Block.forward`."""
+        share_code(x, normed, context=context)
+        x, h, indices, weights = self.compiled_route(block, x, normed, context)
+        y = block.ffn.experts(block.ffn.expert_input(h), indices, weights)
+        x, normed = block.add_ffn(x, block.ffn.merge(h, y), next_norm)
         return x, normed, indices, weights
 
 
 def route_experts(block: Block, x: Tensor, normed: Tensor, context: Context):
     """Run `Block.forward` up to the experts.
 
-    Return x, the experts' input h [T, D], expert_indices, expert_weights [T, A], and the ids that
-    the host needs.
+    Return x, the experts' input h [T, D], expert_indices, expert_weights [T, A].
     """
     x, h = block.add_attention(x, block.attention(normed, context), block.ffn_norm)
     h = h.flatten(0, 1)
-    expert_indices, expert_weights = block.ffn.route(block.ffn.router(h))
-    needed = block.ffn.experts.needed_ids(h, expert_indices)
-    return x, h, expert_indices, expert_weights, needed
+    return x, h, *block.ffn.route(block.ffn.router(h))
 
 
-def multiply_experts(
-    block: Block,
-    x: Tensor,
-    h: Tensor,
-    expert_indices: Tensor,
-    expert_weights: Tensor,
-    slot_map: Tensor,
-    next_norm: nn.Module,
-):
-    """Run the rest of `Block.forward` -> x, its next_norm."""
-    experts: OffloadedExperts = block.ffn.experts
-    y = experts.multiply(block.ffn.expert_input(h), expert_indices, expert_weights, slot_map)
-    return finish_block(block, x, h, y, next_norm)
+class FusedOffloadedExperts(FusedExperts):
+    """`FusedExperts` over slots: the choice of experts has a kernel of its own, and so has paging.
 
+        norm_router    norm, scores
+        route          the choice
+        place, ask     hits and misses; the CPU's share is requested
+        gate_up, down  a shared expert, meanwhile
+        fetch          the other misses are copied
+        gate_up, down  products of the experts in slots
+        answer         plus the CPU's sum, plus residual
 
-def finish_block(block: Block, x: Tensor, h: Tensor, y: Tensor, next_norm: nn.Module):
-    return block.add_ffn(x, block.ffn.merge(h, y), next_norm)
+    A shared expert is always apart: the pool has no place for it.
+    """
+
+    def __init__(self, block: Block):
+        self.offloaded: OffloadedExperts = block.ffn.experts
+        super().__init__(block)
+        if self.before.all_reduce or self.sum.all_reduce:
+            raise ValueError("no kernels for offloaded experts on several ranks")
+        if self.shared is not None:
+            self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
+            self.routing = replace(self.routing, shared=0)
+
+    def experts_of(self, ffn: MoE) -> nn.Module:
+        return self.offloaded.experts
+
+    def takes_tokens(self, tokens: int) -> bool:
+        """Whether the kernels take this number of tokens: their experts fit into the slots."""
+        return tokens <= MAX_TOKENS and self.offloaded.fits(tokens, self.routing.active)
+
+    def prepare(self) -> None:
+        """Make the shared expert's gate the router's last row."""
+        if self.gate is not None:
+            self.rows = torch.cat((self.router.weight, self.gate.weight))
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expert_indices and expert_weights [T, A]."""
+        return route(scores, self.routing)
+
+    def forward(
+        self, x: Tensor, attended: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`FusedExperts.forward`, except that padding has experts too."""
+        x, plain = attended, torch.empty_like(attended)
+        normed, scores = norm_router(x, self.normed_router, self.w13, plain=plain)
+        plain = normed if isinstance(normed, Tensor) else plain
+        indices, weights = self.choose(scores)
+        layer = self.offloaded
+        box = layer.mailbox(len(plain))
+        where = layer.storage.blobs, layer.pool, layer.layout
+        table = layer.cache.table(bool(box))
+        _, slots, kept = page_experts(indices, plain, weights, table, *where, box)
+        if self.apart:
+            x = self.add_shared(x, plain, scores)
+        h = moe_decode.multiply_each(normed, self.w13, slots, self.activation, self.bias13)
+        add = {} if box else self.sum.of_product(x)
+        dtype = torch.float32 if box else plain.dtype
+        y = moe_decode.down(h, self.w2, slots, kept, bias=self.bias2, dtype=dtype, **add)
+        if box:
+            y = answer(y, box, plain.dtype, x, self.sum.scale)
+        return y, indices, weights

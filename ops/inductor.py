@@ -5,9 +5,9 @@ Only this file and ops/inductor_tuning.py use Inductor's private API.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial, wraps
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ def materialize(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def custom_op(name: str) -> Callable:
+def custom_op(name: str, mutates_args: Sequence[str] = ()) -> Callable:
     """Define an operator as `torch.library.custom_op` does, but call it only when necessary.
 
     That is in compiled code and on the meta device. Elsewhere the function itself is called:
@@ -37,7 +37,7 @@ def custom_op(name: str) -> Callable:
     """
 
     def decorate(function: Callable) -> Callable:
-        operator = torch.library.custom_op(name, function, mutates_args=())
+        operator = torch.library.custom_op(name, function, mutates_args=mutates_args)
 
         @wraps(function)
         def call(x: Tensor, *rest):
@@ -105,6 +105,27 @@ class CacheWarnings(logging.Filter):
 CACHE_WARNINGS = CacheWarnings()
 
 
+def compiled(function: Callable, **options) -> Callable:
+    """Return `torch.compile(function, fullgraph=True)`, made when it is first called.
+
+    Importing the compiler takes seconds, and a session may never need it. options: of
+    torch.compile.
+    """
+
+    @cache
+    def made() -> Callable:
+        configure_inductor()
+        return torch.compile(function, fullgraph=True, **options)
+
+    @wraps(function)
+    def call(*arguments, **named):
+        with untuned() if tuning_is_off else nullcontext():
+            return made()(*arguments, **named)
+
+    return call
+
+
+@cache
 def configure_inductor() -> None:
     """Set the compiler's options. Call it before the first compilation."""
     # Imported here: the compiler takes longer to import than an eager answer of a small model.
@@ -155,10 +176,22 @@ def any_size(x: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
+tuning_is_off = False
+
+
 @contextmanager
 def without_tuning() -> Iterator[None]:
     """Within, kernels get Inductor's first choice of tiling: for code that runs once a prompt."""
+    global tuning_is_off
+    before, tuning_is_off = tuning_is_off, True
+    try:
+        yield
+    finally:
+        tuning_is_off = before
+
+
+def untuned():
+    """Return Inductor's options of code that `without_tuning` compiles, as a context manager."""
     import torch._inductor.config as inductor
 
-    with inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False):
-        yield
+    return inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False)

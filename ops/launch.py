@@ -43,12 +43,17 @@ class Kernel(triton.JITFunction if triton else object):
     """A Triton kernel. A launch that the GPU cannot run raises KernelError, and runs nothing."""
 
     recorded: list[tuple] | None = None  # within `compile_only`: arguments of `check_needs`
+    # Within `collect_only`: kernel, types of its arguments, options.
+    collected: list[tuple] | None = None
 
     def __init__(self, function, **options):
         super().__init__(function, **options)
         self.fitting: dict[tuple, object] = {}  # of `fit`
 
     def run(self, *args, grid, warmup, **options):
+        if Kernel.collected is not None and not warmup:
+            self.compile_for(*args, **options)
+            return None
         if Kernel.recorded is not None and not warmup:
             found = self.compile_for(*args, **options)
             Kernel.recorded.append((self, found, shared_memory(args)))
@@ -65,7 +70,11 @@ class Kernel(triton.JITFunction if triton else object):
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
-        return self.warmup(*map(without_memory, args), grid=(1,), **options)
+        types = tuple(map(without_memory, args))
+        if Kernel.collected is not None:
+            Kernel.collected.append((self, types, options))
+            return None
+        return self.warmup(*types, grid=(1,), **options)
 
 
 def without_memory(arg):
@@ -106,6 +115,19 @@ def compile_only() -> Iterator[list[tuple]]:
         Kernel.recorded = before
     for launch in recorded:
         check_needs(*launch)
+
+
+@contextmanager
+def collect_only() -> Iterator[list[tuple]]:
+    """Within, launches are noted: they compile nothing and run nothing.
+
+    Yields the list of notes: kernel, and the positional and named arguments of `compile_for`.
+    """
+    before, Kernel.collected = Kernel.collected, []
+    try:
+        yield Kernel.collected
+    finally:
+        Kernel.collected = before
 
 
 def device_of(args: Sequence) -> torch.device | None:
@@ -154,11 +176,11 @@ def launch_options(
     options: dict = {"num_warps": warps}
     if stages is not None:
         options["num_stages"] = stages
-    if registers:
+    if registers and gpu_of(device_of(args)).is_nvidia:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
         pdl = gpu_has_pdl(device_of(args)) if pdl is None else pdl
-        options |= {"PDL": pdl, "launch_pdl": pdl}
+        options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     return options
 
 
@@ -172,6 +194,8 @@ def fit(kernel: Kernel, candidates: Iterable[tuple[object, dict]], *args) -> tup
     candidates = iter(candidates)
     fastest = next(candidates)
     if not isinstance(kernel, Kernel):  # Triton's interpreter
+        return fastest
+    if Kernel.collected is not None:
         return fastest
     types, limit = tuple(map(key_of, args)), shared_memory(args)
     key = limit, types, fastest[0], *fastest[1].items()

@@ -87,8 +87,7 @@ class Batch:
         words = session.edits.allowed.shape
         self.masks = torch.full(words, ALL, dtype=torch.int32, pin_memory=session.captured)
         session.before_edit = self.write_masks
-        # If a step needs the host, the next one would delay the tokens of this one.
-        self.overlaps = session.captured and not session.runner.needs_host
+        self.overlaps = session.captured
         self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
         self.forget()
 
@@ -141,8 +140,7 @@ class Batch:
         session = self.session
         if self.max_batch == 1:
             return
-        on_gpu = session.captured and not session.runner.needs_host
-        for chunk in PREPARED_CHUNKS if on_gpu else (8,):
+        for chunk in PREPARED_CHUNKS if session.captured else (8,):
             length = min(2 * chunk, session.max_seq_len)
             if length > chunk and chunk <= session.options.prefill_chunk:
                 for _ in session.prefill(0, [0] * length, 0, chunk):

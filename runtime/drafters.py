@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
+from ops.inductor import compiled
 from ops.plain.topk import argmax
 from runtime.draft_vocab import part_of_head, rows_of_ids, spread_logits
 from runtime.runner import CompiledRunner
@@ -184,8 +185,8 @@ class DraftModel(Session):
         self.vocab_rows = rows_of_ids(ids, V, self.device) if is_part else None
         self.draw, self.spread = draw_with_probabilities, spread_logits
         if target.compiled:
-            self.draw = torch.compile(self.draw, fullgraph=True, dynamic=False)
-            self.spread = torch.compile(self.spread, fullgraph=True, dynamic=False)
+            self.draw = compiled(self.draw, dynamic=False)
+            self.spread = compiled(self.spread, dynamic=False)
         # One step more than drafts, so that the cache holds the last draft; its token is not used.
         self.chosen = torch.zeros(1, count + 1, dtype=torch.int64, device=self.device)
         self.probabilities = torch.zeros(count + 1, V, device=self.device)
@@ -230,8 +231,9 @@ class DraftModel(Session):
         ids, known = self.target.ids[0], self.target.cached[0]
         valid = self.cached[0] + common_prefix(self.proposed(), ids[self.cached[0] :])
         self.proposed, self.ids[0] = lambda: [], ids
+        self.note_lengths(0)
         kept = self.snapshots.go_back(0, min(valid, known))
-        if kept < known:  # a recurrent state is back at a snapshot
+        if kept < known:  # a recurrent state, or a ring, is back at a snapshot
             for _ in self.prefill(0, ids[kept:known], kept):
                 pass
         return known

@@ -31,6 +31,7 @@ class FusedDecodeAttention(Attention):
         self.plain = (plain,)  # a tuple hides it from nn.Module
         self.sinks, self.projection = additions.sinks, additions.projection
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
+        self.gated = additions.gated
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         foreign = any(undeclared(norm, RMSNorm) for norm in norms)
         self.supported = takes_queries(1, self.heads[2]) and not foreign
@@ -79,15 +80,19 @@ class FusedDecodeAttention(Attention):
         found = one_part(queries, self.heads[2], self.cache.kv.element_size())
         return found if found < min(length, self.window or length) else 0
 
+    def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights of the norms of q and k, where there are some."""
+        return self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight
+
     def fused_core(self, qkv: Tensor, context: Context, reach: int | None = None) -> Tensor:
         """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C].
 
         reach: as of `attend_tokens`.
         """
-        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         tokens = qkv, context.rope, context.positions
-        tensors = *tokens, *self.cache.stored(), *norms, self.sinks
-        return attend_tokens(*tensors, self.settings, reach)
+        tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks
+        last = context.last if self.cache.is_ring else None
+        return attend_tokens(*tensors, self.settings, reach, last)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from model import Block, Chunk, Context, Linear, RMSNorm, Transformer
-from ops.declared import NoAdditions
+from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
-from ops.products import dense
 from ops.step import draft_check
+from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
-from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers, kernel_weight
-from runtime.plain_forms import settings_of
+from runtime.fused_head import fused_head
+from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
+from runtime.fused_prompt import PromptRunner
 from runtime.runner import CompiledRunner, share_code
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
@@ -39,7 +39,7 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     return x, *routing
 
 
-def begin_tokens(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
+def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
     x, _, context = model.begin(tokens, span)
     return x, context
 
@@ -50,35 +50,6 @@ def end_tokens(model: Transformer, x: Tensor, last: Tensor | None) -> Tensor:
 
 def last_norm(model: Transformer, x: Tensor) -> Tensor:
     return model.norm(x)
-
-
-class FusedHead:
-    """The last norm and the head, as one product.
-
-    Raises ValueError for logits that are not the model's plain ones.
-    """
-
-    def __init__(self, model: Transformer):
-        head, self.norm = model.head, model.norm
-        plain = type(head) is Linear or hasattr(head, "kernel_weight")
-        if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
-            raise ValueError("no kernel for these logits")
-        settings_of(self.norm, RMSNorm, NoAdditions)
-        self.weight = kernel_weight(head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
-        weight = self.norm.weight
-        normed, norm = dense.norm_apart(x, weight, self.norm.eps, self.weight)
-        return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
-
-
-def fused_head(model: Transformer) -> FusedHead | None:
-    """Return the model's head with its kernel, if it has one."""
-    try:
-        return FusedHead(model)
-    except ValueError:
-        return None
 
 
 def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
@@ -96,7 +67,8 @@ class FusedRunner(CompiledRunner):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        self.layers = {id(block): layer for block, layer in fused_layers(model).items()}
+        self.fused = fused_layers(model, self.make_layer)
+        self.layers = {id(block): layer for block, layer in self.fused.items()}
         for layer in self.layers.values():
             layer.experts.prepare()
         self.head = fused_head(model)
@@ -105,17 +77,58 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.compiled_begin_tokens = self.compile(begin_tokens, options=BEGIN_OPTIONS)
+        self.begins_fused = self.can_begin_fused(model)
+        self.compiled_begin_tokens = self.compile(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile(end_tokens)
         self.compiled_norm = self.compile(last_norm)
         compiled_core = self.compile(run_core)
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
+            if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
+                return run_core(attention, projected, context)
             share_code(projected, context=context)
             return compiled_core(attention, projected, context)
 
         self.compiled_core = core
         self.compiled_unfused = self.compile(run_unfused)
+
+    def prompt_runner(self) -> PromptRunner:
+        return PromptRunner(self.model, self.fused, self.head)
+
+    def can_begin_fused(self, model: Transformer) -> bool:
+        """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
+        plain = Transformer.begin, Transformer.embed
+        attentions = [layer.attention.attention for layer in self.layers.values()]
+        return (
+            (type(model).begin, type(model).embed) == plain
+            and len(attentions) == len(model.layers)
+            and all(hasattr(attention, "takes") for attention in attentions)
+        )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether several ranks compute a layer."""
+        return any(layer.experts.sum.all_reduce for layer in self.layers.values())
+
+    def launch_all(self, rows: int, queries: int, reach: int | None = None) -> None:
+        """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`."""
+        model, T = self.model, rows * queries
+        tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
+        if self.begins_fused:
+            begin_tokens(tokens, tokens, model.embedding.weight, model.rope_table)
+        x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
+        rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
+        context = Context(rope, positions=tokens, last=tokens[:, 0])
+        for layer in self.layers.values():
+            if layer.experts.takes_tokens(T):
+                layer.forward(x, context, layer.attention.empty_heads, reach)
+        if self.head is not None and rows <= self.max_tokens:
+            self.head.forward(x[:rows])
+
+    @staticmethod
+    def make_layer(block: Block) -> FusedLayer:
+        """Return a block's kernels. Raises ValueError if it has none."""
+        return FusedLayer(block)
 
     def takes_tokens(self, tokens: int) -> bool:
         """Whether all fused layers take this number of tokens."""
@@ -133,8 +146,25 @@ class FusedRunner(CompiledRunner):
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
         if not self.is_fused:
             return super().begin(model, tokens, span)
+        if self.begins_fused and (found := self.begin_fused(model, tokens, span)):
+            return found
         share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
+        return x, x, context
+
+    def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
+        """Begin by a kernel, if those of all layers run: then none reads masks."""
+        launch = partial(begin_tokens, tokens, span, model.embedding.weight, model.rope_table)
+        if not self.runs(("begin", tokens.shape), launch):
+            return None
+        x, rope = launch()
+        context = Context(rope, positions=span)
+        for layer in self.layers.values():
+            attention = layer.attention.attention
+            if getattr(attention, "reads_masks", True) and not attention.takes(x, context):
+                return None
+            if not self.runs_layer(layer, x, context):
+                return None
         return x, x, context
 
     def block(

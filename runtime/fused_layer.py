@@ -16,6 +16,7 @@ it, a subclass has no kernels. Products of several tokens have kernels of their 
 ops/products/few_tokens.py, ops/products/expert_tiles.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -153,10 +154,9 @@ class FusedAttention:
             early = n == 1  # then the kernel before the previous one, which writes x, has ended
             dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
         projected, attention = projected.view(*context.positions.shape, -1), self.attention
-        if not isinstance(attention, FusedDecodeAttention | FusedLatentAttention):
-            heads = core(attention, projected, context)
-        elif not attention.takes(projected, context):
-            heads = core(attention.plain[0], projected, context)
+        if not hasattr(attention, "takes") or not attention.takes(projected, context):
+            (plain,) = getattr(attention, "plain", (attention,))
+            heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
         else:
@@ -179,7 +179,7 @@ class FusedExperts:
         self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
         self.before = ResidualSum(block.add_attention)
         added = settings_of(ffn, MoE, ExpertAdditions)
-        self.experts: Experts = ffn.experts
+        self.experts: Experts = self.experts_of(ffn)
         settings_of(self.experts, Experts, NoAdditions)
         several = self.before.all_reduce
         self.router: Linear = several.router if several else ffn.router
@@ -205,6 +205,10 @@ class FusedExperts:
         if D % 8 or (self.routing.gated and self.router.bias is not None):
             raise ValueError("no kernels for this router")
         self.rows = self.router.weight
+
+    def experts_of(self, ffn: MoE) -> nn.Module:
+        """Return the module whose weights the kernels read."""
+        return ffn.experts
 
     @property
     def normed_router(self) -> NormRouter:
@@ -377,10 +381,10 @@ class FusedLayer:
     attention: FusedAttention
     experts: FusedExperts
 
-    def __init__(self, block: Block):
+    def __init__(self, block: Block, experts: type[FusedExperts] = FusedExperts):
         if type(block) is not Block or not isinstance(block.ffn, MoE):
             raise ValueError("no kernels for a block that differs from model.Block")
-        self.attention, self.experts = FusedAttention(block), FusedExperts(block)
+        self.attention, self.experts = FusedAttention(block), experts(block)
 
     def forward(
         self, x: Tensor, context: Context, core, reach: int | None = None
@@ -395,12 +399,17 @@ class FusedLayer:
         return self.experts.forward(x, attended, context.last)
 
 
-def fused_layers(model: Transformer) -> dict[Block, FusedLayer]:
-    """Return a fused layer for each block that the kernels compute."""
+def fused_layers(
+    model: Transformer, make_layer: Callable[[Block], FusedLayer] = FusedLayer
+) -> dict[Block, FusedLayer]:
+    """Return a fused layer for each block that the kernels compute.
+
+    make_layer: raises ValueError for another block.
+    """
     layers: dict[Block, FusedLayer] = {}
     for block in model.layers:
         try:
-            layers[block] = FusedLayer(block)
+            layers[block] = make_layer(block)
         except ValueError:
             continue
     return layers

@@ -1,5 +1,6 @@
 """Bytes of a session's cache, free memory, and the sequences that fit into it."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from model import KVCache, Transformer
 from ops.plain.attention import BLOCK
+from runtime.snapshots import snapshots_kept
 
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.
@@ -37,11 +39,14 @@ def cache_bytes(
 ) -> int:
     """Return the bytes of every layer's cache for `batch` sequences of `length` positions.
 
-    The caches are made on the meta device, so that each class counts its own tensors.
+    The caches are made on the meta device, so that each class counts its own tensors. Snapshots of
+    rings are included (runtime/snapshots.py).
     """
     like = torch.empty(0, dtype=dtype, device="meta")
     attentions = [block.attention for block in model.layers]
-    return sum(a.allocate(batch, length, cache_class, like).nbytes for a in attentions)
+    states = [a.allocate(batch, length, cache_class, like) for a in attentions]
+    rings = sum(s.nbytes for s in states if getattr(s, "is_ring", False))
+    return sum(s.nbytes for s in states) + rings * snapshots_kept(rings // batch)
 
 
 def free_gpu_memory(device: torch.device) -> int:
@@ -107,15 +112,14 @@ def plan_capacity(
     def needed(rows: int, length: int) -> int:
         return cache_bytes(model, rows, length, cache_class, dtype)
 
-    fixed = 2 * needed(1, BLOCK) - needed(1, 2 * BLOCK)  # a row's recurrent states
-    per_block = needed(1, 2 * BLOCK) - needed(1, BLOCK)
     limit, running = model.args.max_position, max(max_batch, KEPT)
     shortest = min(limit, LEAST_CONTEXT) if length is None else length
     if length is None:
         least = min(limit, LEAST_LENGTH)
         running = min(running, max(1, usable // needed(1, least + BLOCK)))
-        blocks = (usable // running - fixed) // max(per_block, 1) - 1  # a spare one
-        length = min(limit, blocks * BLOCK) if per_block else limit
+        lengths = [*range(0, limit, BLOCK), limit]
+        fitting = bisect_right(lengths, usable // running, key=lambda n: needed(1, n + BLOCK))
+        length = lengths[max(0, fitting - 1)]
     length = max(length, shortest)
     row = needed(1, length + BLOCK)
     rows = min(usable // row, max(2 * max_batch, KEPT))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model import Chunk, Runner, Transformer
+from ops.inductor import compiled
 from runtime.drafters import DraftModel
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling
@@ -76,7 +77,7 @@ class MTPDrafter(DraftModel):
         self.filler = FillRunner(head)
         self.store = store_hidden
         if target.compiled:
-            self.store = torch.compile(store_hidden, fullgraph=True, dynamic=True)
+            self.store = compiled(store_hidden, dynamic=True)
         target.forget_graphs()  # they have no tap
         tap_hidden(target.runner, self.keep_hidden)
         tap_hidden(target.prefill_runner, self.keep_prompt)
@@ -163,7 +164,7 @@ class MTPDrafter(DraftModel):
             self.position.fill_(known)
             self.catch_up(ids, min(self.filled, known - 1), known)
             chain()
-        elif known and not target.snapshots.live[0]:
+        elif known and (target.snapshots.slack or not target.snapshots.live[0]):
             target.cached[0] = known - 1
 
     def propose(self, limit: int) -> int:

@@ -17,12 +17,22 @@ ROLE, RECIPIENT = "assistant", "to="  # a harmony header has them as text
 Parts = list[tuple[str, str]]  # kind, text
 
 
-def make_splitter(tokenizer, prompt: Sequence[int]) -> "Splitter | None":
+def make_splitter(
+    tokenizer, prompt: Sequence[int], continues: str | None = None
+) -> "Splitter | None":
     """Return what splits an answer to this prompt; None if the model has no reasoning blocks.
 
     tokenizer: a tokenizer.Tokenizer. Without tokens of its own, a model marks blocks by text, if
-    its chat template does.
+    its chat template does. continues: REASONING or ANSWER, if the prompt ends inside of one.
     """
+    splitter = find_splitter(tokenizer, prompt)
+    if splitter and continues:
+        splitter.resume(continues)
+    return splitter
+
+
+def find_splitter(tokenizer, prompt: Sequence[int]) -> "Splitter | None":
+    """Return what splits an answer that begins a message."""
     harmony = [tokenizer.token_id(name) for name in HARMONY]
     if None not in harmony:
         return HarmonySplitter(tokenizer, prompt, harmony)
@@ -50,6 +60,9 @@ class Splitter:
     def may_answer(self) -> bool:
         """Whether the next token may belong to the answer."""
         return self.kind == ANSWER or self.opener is not None
+
+    def resume(self, kind: str) -> None:
+        """Begin inside of a part of this kind, which the prompt has begun."""
 
     def push(self, token: int, text: str) -> Parts:
         """Take the next token and the text that it completes; return the parts now certain."""
@@ -86,6 +99,9 @@ class TextSplitter(Splitter):
     @property
     def may_answer(self) -> bool:
         return self.kind != REASONING
+
+    def resume(self, kind: str) -> None:
+        self.kind, self.begun = kind, True
 
     def is_opened(self, tokenizer, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside of a block, as some templates do."""
@@ -168,6 +184,10 @@ class GemmaSplitter(ThinkSplitter):
         self.named = False  # the name of the open channel is complete
         self.call = tokenizer.token_id("<|tool_call>")
         super().__init__(tokenizer, prompt, ids)
+
+    def resume(self, kind: str) -> None:
+        super().resume(kind)
+        self.named = True
 
     def is_opened(self, tokenizer, prompt: Sequence[int]) -> bool:
         end = list(prompt[-len(THOUGHT) - 1 :])

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
-from ops.inductor import any_size
+from ops.inductor import any_size, compiled
 from ops.launch import KernelError, broken, can_launch, give_up
 from ops.products.prompt import GROUPED
 from runtime.sampling import StepState, make_sample_step
@@ -20,7 +19,6 @@ SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at o
 class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
-    needs_host = False  # the host takes part in a step, layer by layer
     # All positions of the step in progress are less. None: they may be any. A session sets it.
     reach: int | None = None
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
@@ -38,6 +36,10 @@ class EagerRunner(Runner):
         """
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
+
+    def prompt_runner(self) -> "EagerRunner":
+        """Return what runs the chunks of a long prompt."""
+        return EagerRunner(self.model)
 
     def reaches(self, queries: int, length: int) -> list[int | None]:
         """Return the values of `reach` for which a step runs other kernels, in rising order.
@@ -102,16 +104,16 @@ class CompiledRunner(EagerRunner):
 
     def compile(self, function: Callable, **options) -> Callable:
         """Compile a function that may launch our kernels."""
-        compiled = torch.compile(function, fullgraph=True, dynamic=self.dynamic, **options)
-        return partial(without_broken_kernels, compiled)
+        form = compiled(function, dynamic=self.dynamic, **options)
+        return partial(without_broken_kernels, form)
 
     def sample_step(self, rule: Callable) -> Callable:
-        return torch.compile(make_sample_step(rule), fullgraph=True, dynamic=False)
+        return compiled(make_sample_step(rule), dynamic=False)
 
     def pass_steps(self) -> tuple[Callable, Callable]:
-        compiled = torch.compile(verify_pass, fullgraph=True)
+        for_any = compiled(verify_pass)
         # One draft broadcasts, which Dynamo specializes.
-        for_one = torch.compile(verify_pass, fullgraph=True, dynamic=False)
+        for_one = compiled(verify_pass, dynamic=False)
 
         def verify(
             state: StepState, logits: Tensor, tokens: Tensor, last: Tensor, q: Tensor | None, *rest
@@ -122,7 +124,7 @@ class CompiledRunner(EagerRunner):
             for tensor in (logits, tokens, q):
                 if tensor is not None:
                     any_size(tensor, 1)
-            compiled(state, logits, tokens, last, q, *rest)
+            for_any(state, logits, tokens, last, q, *rest)
 
         return begin_pass, verify
 

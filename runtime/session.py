@@ -50,9 +50,9 @@ class Session(Prompts):
     ) -> Iterator[list[int]]:
         """Continue each prompt's token ids by max_new_tokens; yield the next token of each.
 
-        A prompt's prefix that is in the cache is not recomputed. If a step does not need the host,
-        the next one is in flight while tokens are read. Raises ValueError as `check_prompts`,
-        before anything runs; NotFiniteError, after a reset, if a row's logits are not finite.
+        A prompt's prefix that is in the cache is not recomputed. If steps are captured, the next
+        one is in flight while tokens are read. Raises ValueError as `check_prompts`, before
+        anything runs; NotFiniteError, after a reset, if a row's logits are not finite.
         """
         self.check_prompts(prompts, max_new_tokens)
         if max_new_tokens == 0:
@@ -61,7 +61,6 @@ class Session(Prompts):
         step = self.warm_up(self.candidates(sampling))
         self.start_prompts(prompts, sampling)
         tokens = self.first_tokens
-        overlaps = self.captured and not self.runner.needs_host
 
         def launch() -> Callable[[], list[int]]:
             step()
@@ -71,7 +70,7 @@ class Session(Prompts):
 
         for left in reversed(range(max_new_tokens)):
             current = tokens
-            if left and overlaps:
+            if left and self.captured:
                 tokens = launch()
             found = current()[: len(prompts)]
             if NOT_FINITE in found:
@@ -80,7 +79,7 @@ class Session(Prompts):
             for ids, token in zip(self.ids, found, strict=False):
                 ids.append(token)
             yield found
-            if left and not overlaps:  # the host does the step's work, which would delay the tokens
+            if left and not self.captured:  # it would delay the tokens
                 tokens = launch()
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from model import SHORT_CACHE, Chunk, Transformer
+from ops.compile_ahead import collect
+from ops.gpu import gpu_of
 from ops.inductor import without_tuning
+from ops.step.token_draw import draw_tokens
+from runtime.compile_ahead import compile_ahead, stop
+from runtime.fused_decode import FusedRunner
 from runtime.graphs import GraphCache
 from runtime.logit_edits import set_edits
 from runtime.runner import InterruptedRunner
@@ -59,8 +64,33 @@ class Prompts(DecodeSteps):
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
+            self.compile_kernels()
             self.warm_up_short_prompts()
         return super().warm_up(candidates, size)
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels of steps and short prompts side by side, if they are fused ones."""
+        runner = self.runner
+        if not self.captured or not isinstance(runner, FusedRunner) or runner.all_reduces:
+            stop()
+            return
+        steps = sorted({size for size in (1, 2, 4, 8, self.batch) if size <= self.batch})
+
+        def launch() -> None:
+            for reach in runner.reaches(1, self.cache_len):
+                for size in steps:
+                    runner.launch_all(size, 1, reach)
+            for size in self.short_chunks:
+                runner.launch_all(1, size)
+            for size in steps:
+                logits = torch.empty(size, self.seen.shape[1], device=self.device)
+                rows, _ = self.first_rows(size)
+                own = rows.seen, rows.controls, rows.seeds, rows.position, rows.last, rows.token
+                draw_tokens(logits, *own)
+                if self.outbox:
+                    self.outbox.post(rows.token)
+
+        compile_ahead(collect(launch), gpu_of(self.device))
 
     def forget_graphs(self) -> None:
         """Capture all steps and prompts anew, since their code has changed."""
@@ -90,6 +120,7 @@ class Prompts(DecodeSteps):
             set_edits(self.edits, row, sampling)
             self.row_is_edited[row] = self.edited
         start = min(common_prefix(self.ids[row], ids), self.cached[row], len(ids) - 1)
+        self.note_lengths(row)
         start = self.snapshots.go_back(row, start)
         self.prefilled += len(ids) - start
         self.ids[row], self.cached[row] = list(ids), start

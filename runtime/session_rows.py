@@ -98,6 +98,7 @@ class SessionRows:
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows: their sequences and what is remembered of these."""
+        self.note_lengths(a, b)
         self.memory.exchange(a, b, max(self.cached[a], self.cached[b]))
         self.snapshots.assign({a: b, b: a})
         for tensor in (*self.state, *self.edits):
@@ -106,8 +107,14 @@ class SessionRows:
         for values in lists:
             values[a], values[b] = values[b], values[a]
 
+    def note_lengths(self, *rows: int) -> None:
+        """Let the snapshots know what these rows have taken in, before that changes."""
+        for row in rows:
+            self.snapshots.note(row, self.cached[row])
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make an idle row remember the first tokens of another row, at most `length`."""
+        self.note_lengths(source)
         self.memory.copy(source, target, length)
         self.snapshots.assign({target: source})
         self.ids[target], self.cached[target] = self.ids[source][:length], length

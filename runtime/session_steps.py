@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
-from ops.inductor import configure_inductor, without_tuning
+from ops.inductor import compiled, without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from runtime.graphs import CapturedStep, run_on_host
@@ -68,14 +68,11 @@ class DecodeSteps(SessionRows):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         self.model, self.max_seq_len, self.options = model, max_seq_len, options
         device, self.compiled = model.norm.weight.device, options.compile
-        if options.compile or options.compile_prefill:
-            configure_inductor()
         self.make_runners(device)
         self.captured = self.compiled and device.type == "cuda"
         self.captured = self.captured and self.runner.can_capture(options.batch)
         # Prompts are captured too: below some hundred tokens, launch overhead exceeds the work.
-        captures_prompts = self.captured and not self.runner.needs_host
-        self.captures_prompts = captures_prompts and self.runner.can_capture(PADDING_MULTIPLE)
+        self.captures_prompts = self.captured and self.runner.can_capture(PADDING_MULTIPLE)
         self.pads = options.compile_prefill or self.captures_prompts
         length = max_seq_len + max(SPARE, PADDING_MULTIPLE if self.pads else 1)
         super().__init__(model, options.batch, -(-length // BLOCK) * BLOCK, options.cache_class)
@@ -95,13 +92,13 @@ class DecodeSteps(SessionRows):
             if device.type == "cuda":
                 log.info(f"kernels: {describe_kernels(model, runner_class)}")
         self.runner = runner_class(model) if options.compile else EagerRunner(model)
-        self.prefill_runner: Runner = EagerRunner(model)
+        self.prefill_runner: Runner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)
         self.edit_step = edit_logits
         if options.compile:
-            self.edit_step = torch.compile(edit_logits, fullgraph=True, dynamic=False)
+            self.edit_step = compiled(edit_logits, dynamic=False)
 
     def make_watched(self) -> None:
         """Allocate the Details that a watched step writes."""

@@ -124,8 +124,7 @@ class Speculation:
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
         self.results = Outbox(size, session.device) if session.outbox else None
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
-        # If a step needs the host, the next one would delay its token.
-        self.overlaps = session.captured and not session.runner.needs_host
+        self.overlaps = session.captured
         self.in_flight: Callable[[], list[int]] | None = None  # waits for the token of a plain step
         self.read_at = 0.0  # when the last tokens were read
         self.passes = self.drafted = self.accepted = self.delivered = 0

@@ -14,11 +14,15 @@ class TextStream:
         """tokenizer: a tokenizer.Tokenizer. ids: the prompt."""
         self.prompt_tokens, self.settings = len(ids), settings
         self.stop_ids = () if settings.ignore_eos else tokenizer.stop_ids
-        self.pieces = tokenizer.stream(() if settings.reply else ids)
-        self.splitter = make_splitter(tokenizer, ids) if settings.on_reasoning else None
+        is_new = settings.reply and not settings.continues
+        self.pieces = tokenizer.stream(() if is_new else ids)
+        self.splitter = None
+        if settings.on_reasoning:
+            self.splitter = make_splitter(tokenizer, ids, settings.continues)
         self.text, self.reasoning, self.shown = "", "", 0
         self.times: list[float] = []
         self.finish_reason: str | None = None
+        self.stop_text: str | None = None  # the stop text that has ended it
 
     def push(self, token: int) -> None:
         """Add the next token and show the text that has become certain, unless it has ended."""
@@ -33,6 +37,7 @@ class TextStream:
         self.add(self.splitter.push(token, text) if self.splitter else [(ANSWER, text)])
         stop = self.settings.stop
         if (end := find_stop(self.text, stop)) is not None:
+            self.stop_text = next(s for s in stop if self.text.startswith(s, end))
             self.text = self.text[:end]
             self.end("stop")
             return
@@ -104,6 +109,8 @@ class TextSettings:
     on_reasoning: Callable[[str], None] | None = None
     # {id: text} of control tokens that appear in the text, which otherwise has none.
     markers: Mapping[int, str] = field(default_factory=dict)
+    # REASONING or ANSWER (runtime.reasoning), if the prompt ends inside of one. None: of neither.
+    continues: str | None = None
 
 
 def check_stop(stop: Sequence[str]) -> None:

@@ -1,13 +1,14 @@
 """Study what offloading can gain: hit ratios of expert caches, recall of predictions.
 
     python scripts/study_offload.py [--checkpoint_path DIR] [--text_file FILE] [--tokens N]
-        [--output_dir DIR] [--json]
+        [--output_dir DIR] [--profile FILE] [--json]
 
 The model reads a text once while its routing is recorded. Then expert caches replay the
-record, one token per step as in decoding: `offload.cache.ExpertCache` for lru and lfu, and
-Belady's policy, which knows the future and is the upper bound. These are figures 1 and 2
-of Eliseev & Mazur 2023 for any converted checkpoint. Default: the embedded model and its
-held-out text. --output_dir also draws the figures.
+record, one token per step as in decoding: `offload.cache.ExpertCache` (lru), a cache that
+keeps the most used experts, and Belady's policy, which knows the future and is the upper
+bound. These are figures 1 and 2 of Eliseev & Mazur 2023 for any converted checkpoint.
+Default: the embedded model and its held-out text. --output_dir also draws the figures,
+--profile writes how often each expert was chosen.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from torch import Tensor
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
-from offload.cache import POLICIES, ExpertCache
+from offload.cache import ExpertCache
+from offload.profile import Profile
 from parallel.device import pick_device
 from parallel.heartbeat import fail
 from tokenizer import load_tokenizer
@@ -38,6 +40,7 @@ from tokenizer import load_tokenizer
 LAYERS_AHEAD = 1, 2, 10  # as in the paper
 SHOWN_TOKENS = 64  # in offload_experts.png
 INK, GREY, COLORS = "#1a1a1a", "#767676", ("#0b5fa5", "#c4561a", "#767676")
+POLICIES = "lru", "kept", "belady"
 
 
 # Recording ----------------------------------------------------------------------------------------
@@ -92,10 +95,14 @@ def replay(
 ) -> tuple[int, list[set[int]]]:
     """Replay one layer's steps of A experts each -> hits, and the cached experts before each step.
 
-    policy: "lru", "lfu", or "belady": evict the expert whose next use is furthest away.
+    policy: "lru"; "belady": evict the expert whose next use is furthest away; "kept": evict none,
+    the most used ones of all steps are cached.
     """
     uses = [[n for n, step in enumerate(steps) if expert in step] for expert in range(experts)]
-    cache, hits, before = ExpertCache(experts, slots, policy), 0, []
+    cached = list(range(slots))
+    if policy == "kept":
+        cached = Profile([[*map(len, uses)]]).by_use(1, experts)[0][-slots:]
+    cache, hits, before = ExpertCache(cached), 0, []
 
     def next_use(expert: int, now: int) -> float:
         later = bisect.bisect_right(uses[expert], now)
@@ -104,7 +111,7 @@ def replay(
     for now, step in enumerate(steps):
         before.append(set(cache.slot))
         hits += sum(expert in cache.slot for expert in step)
-        for expert in step:
+        for expert in step if policy != "kept" else ():
             if expert in cache.slot:
                 continue
             if policy == "belady":
@@ -113,7 +120,7 @@ def replay(
                 cache.slot[expert] = cache.slot.pop(victim)
             else:
                 cache.replace(expert, step)
-        for expert in step:
+        for expert in step if policy != "kept" else ():
             cache.use(expert)
     return hits, before
 
@@ -122,12 +129,17 @@ def hit_ratios(chosen: Tensor, experts: int) -> dict[str, dict[int, float]]:
     """chosen [L, T, A] -> hits / chosen experts, by policy and by R from A to E."""
     layers, active = chosen.tolist(), chosen.shape[-1]
     ratios: dict[str, dict[int, float]] = {}
-    for policy in (*POLICIES, "belady"):
+    for policy in POLICIES:
         ratios[policy] = {}
         for slots in range(active, experts + 1):
             hits = sum(replay(steps, experts, slots, policy)[0] for steps in layers)
             ratios[policy][slots] = hits / chosen.numel()
     return ratios
+
+
+def profile_of(chosen: Tensor, experts: int) -> Profile:
+    """Return how often each expert was chosen. chosen [L, T, A]."""
+    return Profile([row.flatten().bincount(minlength=experts).tolist() for row in chosen])
 
 
 def recall(chosen: Tensor, predictions: Tensor) -> list[float]:
@@ -259,6 +271,8 @@ def run(options: argparse.Namespace) -> dict:
     if not moe_layers(model):
         raise ValueError(f"{checkpoint.directory}: no layer of this model has experts")
     found, chosen, weights = study(model, ids)
+    if options.profile:
+        profile_of(chosen, found["experts"]).write(options.profile)
     if options.output_dir:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         slots = min(2 * found["active"], found["experts"])

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server for one session. serve.py is its command."""
+"""An HTTP server for one session, with the APIs of OpenAI and Anthropic. Command: serve.py."""
 
 from cli.serve_options import LOCAL_HOSTS
 

@@ -6,16 +6,19 @@ The main thread decodes meanwhile (server/scheduler.py).
 import argparse
 import asyncio
 import hmac
+import logging
 import re
+import secrets
+import signal
 import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -29,36 +32,32 @@ from starlette.responses import (
     JSONResponse,
     PlainTextResponse,
     Response,
-    StreamingResponse,
 )
 from starlette.routing import Route
 
+from parallel import process_group
 from runtime.session import Session
 from runtime.speculation import Speculation
 from server import LOCAL_HOSTS
+from server.answers import Builder, ResponseBuilder
+from server.clients import QueuedRequest
 from server.connections import make_http_server
 from server.constraints import grammar_tokens
-from server.responses import (
-    ItemStore,
-    ResponsesBuilder,
-    detokenize,
-    read_responses_request,
-    tokenize,
-)
-from server.scheduler import Decoder, QueuedRequest, Scheduler
-from server.schema import (
-    APIError,
-    Event,
-    Finished,
-    GenerationRequest,
-    Limits,
-    ResponseBuilder,
-    read_request,
-)
+from server.errors import APIError
+from server.message_blocks import MessageBuilder
+from server.messages import PATH, count_tokens, error_body, read_message
+from server.plan import GenerationRequest, Limits, read_request
+from server.response_items import ResponsesBuilder
+from server.response_store import ItemStore
+from server.responses import read_responses_request
+from server.scheduler import Decoder, Scheduler
+from server.streams import EventQueue, EventStream, Mailbox, stream_chunks
 from server.tokenizing import TokenizerPool, TokenizerUnavailableError
+from server.tokens import detokenize, tokenize
 from tokenizer import Tokenizer, load_tokenizer
 
-Prepared = tuple[GenerationRequest, ResponseBuilder | ResponsesBuilder]
+log = logging.getLogger("moe_fast")
+Prepared = tuple[GenerationRequest, Builder]
 Endpoint = Callable[[Request], Awaitable[Response]]
 # How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
 # decode step: the main thread would launch the next one late.
@@ -74,6 +73,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",  # a new version's files belong together
 }
+REQUEST_ID = "request-id"  # a header of Anthropic's API
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
 
 
@@ -97,6 +97,12 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         Route("/v1/chat/completions", guard(endpoints.chat_completions), methods=post),
         Route("/v1/completions", guard(endpoints.completions), methods=post),
         Route("/v1/responses", guard(endpoints.responses), methods=post),
+        Route("/v1/responses/{id}", guard(endpoints.stored_response)),
+        Route("/v1/responses/{id}", guard(endpoints.delete_response), methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", guard(endpoints.input_items)),
+        Route("/v1/messages", guard(endpoints.messages), methods=post),
+        Route("/v1/messages/count_tokens", guard(endpoints.count_tokens), methods=post),
+        Route("/v1/embeddings", guard(endpoints.embeddings), methods=post),
         Route("/tokenize", guard(endpoints.tokenize), methods=post),
         Route("/detokenize", guard(endpoints.detokenize), methods=post),
         Route("/v1/models", guard(endpoints.models)),
@@ -116,7 +122,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[settings.cors_origin],
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
         )
     return app
@@ -158,6 +164,12 @@ class Endpoints:
         name = self.settings.model_name
         return request, ResponsesBuilder(fields, request, name, vocabulary, self.items)
 
+    def prepare_message(self, body: bytes) -> Prepared:
+        """Read the body of POST /v1/messages. Raises APIError."""
+        fields, request = read_message(body, self.tokenizer, self.settings.limits)
+        name, vocabulary = self.settings.model_name, self.tokenizer.vocabulary
+        return request, MessageBuilder(fields, request, name, vocabulary)
+
     async def complete(
         self, http_request: Request, prepare: Callable[[bytes], Prepared]
     ) -> Response:
@@ -181,6 +193,28 @@ class Endpoints:
             # The stream outlives this function: it cancels the request when it ends.
             chunks = stream_chunks(builder, events, event, len(request.generations))
             return EventStream(chunks, stack.pop_all().close)
+
+    async def stored_response(self, request: Request) -> Response:
+        return JSONResponse(self.items.response(request.path_params["id"]).response)
+
+    async def delete_response(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self.items.remove(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        input = self.items.response(request.path_params["id"]).input
+        return JSONResponse({"object": "list", "data": input, "has_more": False})
+
+    async def messages(self, request: Request) -> Response:
+        return with_request_id(await self.complete(request, self.prepare_message))
+
+    async def count_tokens(self, request: Request) -> Response:
+        return with_request_id(await self.convert(request, count_tokens))
+
+    async def embeddings(self, request: Request) -> Response:
+        fix = "send it to a server of an embedding model"
+        raise APIError(f"this server generates text and has no embeddings: {fix}", 400)
 
     async def tokenize(self, request: Request) -> Response:
         return await self.convert(request, tokenize)
@@ -247,9 +281,11 @@ class Endpoints:
                 raise APIError(f"{host!r:.80} is not a name of this server: {fix}", 403)
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(), self.settings.api_key.encode())
-        if scheme.lower() != "bearer" or not right:
-            reason = "wrong API key: send it as the header Authorization: Bearer KEY"
+        keys = [key.strip()] if scheme.lower() == "bearer" else []
+        keys.append(request.headers.get("x-api-key", ""))  # of Anthropic's clients
+        expected = self.settings.api_key.encode()
+        if not any([hmac.compare_digest(key.encode(), expected) for key in keys]):
+            reason = "wrong API key: send it as the header Authorization: Bearer KEY, or x-api-key"
             raise APIError(reason, 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
     # Other routes -----------------------------------------------------------------------------
@@ -262,10 +298,17 @@ class Endpoints:
             "owned_by": "moe-fast",
             "max_model_len": self.settings.limits.max_seq_len,
             "chat_template": self.tokenizer.has_chat_template,
+            # Anthropic's names.
+            "type": "model",
+            "display_name": self.settings.model_name,
+            "created_at": datetime.fromtimestamp(self.started, UTC).isoformat(),
+            "max_input_tokens": self.settings.limits.max_seq_len,
         }
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe_model()]})
+        ends = dict.fromkeys(("first_id", "last_id"), self.settings.model_name)
+        data = {"object": "list", "data": [self.describe_model()], "has_more": False}
+        return JSONResponse(data | ends)
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -282,6 +325,8 @@ class Endpoints:
             await asyncio.get_running_loop().run_in_executor(None, self.tokenizer.check)
         except TokenizerUnavailableError as error:
             return JSONResponse({"status": "error", "reason": str(error)}, 503)
+        if self.scheduler.drain_until is not None:
+            return JSONResponse({"status": "ending"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def chat_page(self, request: Request) -> Response:
@@ -309,6 +354,10 @@ class Endpoints:
         return JSONResponse(value, status, headers)
 
     async def handle_api_error(self, request: Request, error: APIError) -> Response:
+        if request.url.path.startswith(PATH):
+            id = new_request_id()
+            body, headers = error_body(error, id), error.headers | {REQUEST_ID: id}
+            return self.json_response(body, error.status, headers)
         return self.json_response(error.body(), error.status, error.headers)
 
     async def handle_http_error(self, request: Request, error: HTTPException) -> Response:
@@ -319,108 +368,14 @@ class Endpoints:
         return PlainTextResponse("", 400)
 
 
-class Mailbox:
-    """Events on their way to the HTTP thread, which is woken once for all of a step's events.
-
-    Waking it for each would cost 0.1 ms: the threads exchange Python's lock.
-    """
-
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.events: deque[tuple[asyncio.Queue, Event]] = deque()
-
-    def deliver(self) -> None:
-        """Put the events into their queues soon; from any thread."""
-        if self.events and self.loop:
-            with suppress(RuntimeError):  # the HTTP thread has ended
-                self.loop.call_soon_threadsafe(self.distribute)
-
-    def distribute(self) -> None:
-        """Put the events into their queues, on the HTTP thread."""
-        while self.events:
-            queue, event = self.events.popleft()
-            queue.put_nowait(event)
+def new_request_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
 
 
-class EventQueue:
-    """Passes the events of one request from the decoding thread to the HTTP thread."""
-
-    def __init__(self, mailbox: Mailbox):
-        self.mailbox, self.events = mailbox, asyncio.Queue()
-        self.get, self.empty = self.events.get, self.events.empty
-
-    def send(self, event: Event) -> None:
-        """Add an event, from any thread; `Mailbox.deliver` makes it arrive."""
-        self.mailbox.events.append((self.events, event))
-
-    async def next(self, request: Request) -> Event:
-        """Return the next event. Raises ClientDisconnect if the client leaves before it."""
-        tasks = [asyncio.ensure_future(self.get()), asyncio.ensure_future(request.receive())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                raise ClientDisconnect
-            return tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def ends(self, event: Event, count: int, request: Request) -> list[Finished]:
-        """Return the ends of `count` answers, of which `event` is the first.
-
-        Raises APIError if one fails, and ClientDisconnect.
-        """
-        found = []
-        while True:
-            if isinstance(event, APIError):
-                raise event
-            found.append(event)
-            if len(found) == count:
-                return found
-            event = await self.next(request)
-
-
-class EventStream(StreamingResponse):
-    """A stream of server-sent events that calls `on_close` when it ends, for any reason.
-
-    The generator's own `finally` would not run if the client disconnects before the first chunk.
-    """
-
-    def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None]):
-        # Proxies neither store the stream nor collect it (X-Accel-Buffering: nginx).
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(chunks, media_type="text/event-stream", headers=headers)
-        self.on_close = on_close
-
-    async def __call__(self, *connection) -> None:
-        try:
-            await super().__call__(*connection)
-        finally:
-            self.on_close()
-
-
-async def stream_chunks(
-    builder: ResponseBuilder | ResponsesBuilder, events: EventQueue, event: Event, answers: int
-) -> AsyncIterator[bytes]:
-    """Yield the chunks of a stream with this many answers, whose first event is `event`.
-
-    Chunks of events that are there are joined: each part that is sent costs a system call.
-    """
-    chunks = [*builder.start()]
-    while True:
-        if isinstance(event, APIError):
-            chunks.append(builder.error(event))
-            break
-        ended = isinstance(event, Finished)
-        chunks += builder.end(event) if ended else builder.deltas(event)
-        answers -= ended
-        if not answers:
-            break
-        if events.empty():
-            yield b"".join(chunks)
-            chunks = []
-        event = await events.get()
-    yield b"".join(chunks)
+def with_request_id(response: Response) -> Response:
+    """Return a response with the header that Anthropic's clients log."""
+    response.headers[REQUEST_ID] = new_request_id()
+    return response
 
 
 # Running --------------------------------------------------------------------------------------
@@ -441,14 +396,14 @@ def serve_session(
     speculation: as of `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
+    name = directory.absolute().parent.name
     if listener:
-        scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch)
+        scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)
     decoder = Decoder(session, tokenizer, scheduler, speculation)
     decoder.prepare()
     if listener is None:
         decoder.run()
         return
-    name = directory.absolute().parent.name
     settings = AppSettings(
         name,
         make_limits(session, tokenizer),
@@ -459,8 +414,31 @@ def serve_session(
     )
     pool = TokenizerPool(directory, session.max_seq_len)
     app = make_app(scheduler, pool, settings)
-    with closing(pool):
+    with closing(pool), drain_on_sigterm(scheduler, options.drain):
         run_server(decoder, app, listener, partial(on_ready, name))
+
+
+@contextmanager
+def drain_on_sigterm(scheduler: Scheduler, seconds: float) -> Iterator[None]:
+    """Within, the first SIGTERM drains the scheduler; the next one ends the process as before.
+
+    Several ranks end at once: torchrun sends SIGTERM also when one of them has died.
+    """
+    if process_group.size() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def drain(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        log.info("draining: running answers have %.0f s to end", seconds)
+        scheduler.drain(seconds)
+
+    signal.signal(signal.SIGTERM, drain)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_limits(session: Session, tokenizer: Tokenizer) -> Limits:

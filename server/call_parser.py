@@ -92,6 +92,11 @@ class CallParser:
         return None
 
     @classmethod
+    def resumed(cls, kind: str) -> str:
+        """Return the beginning of an answer, up to text of this kind (runtime.reasoning)."""
+        return ""
+
+    @classmethod
     def template_id(cls, id: str) -> str:
         """Return the id of a call in a form that the templates accept."""
         return id

@@ -169,12 +169,18 @@ class AnswerConstraint:
     """A Constraint that begins where a chat's answer begins, after its reasoning block.
 
     prompt: its token ids, which may open the block. Otherwise the first token decides: it opens the
-    block, or is the grammar's first.
+    block, or is the grammar's first. continues: as of `make_splitter`.
     """
 
-    def __init__(self, constraint: Constraint, tokenizer: Tokenizer, prompt: Sequence[int]):
+    def __init__(
+        self,
+        constraint: Constraint,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        continues: str | None = None,
+    ):
         self.constraint, self.pieces = constraint, tokenizer.stream()
-        self.splitter = make_splitter(tokenizer, prompt)
+        self.splitter = make_splitter(tokenizer, prompt, continues)
         self.answers = False  # the grammar's first token has come, or has to come next
         self.update()
 
@@ -239,6 +245,23 @@ def lark_or_gbnf(grammar: str) -> str:
     except (Exception, RecursionError) as error:  # the library's parser raises bare Exceptions
         detail = " ".join(str(error).split())[:200]
         raise ValueError(f"it is neither Lark nor GBNF ({detail})") from None
+
+
+def answer_or_calls(
+    tokenizer: Tokenizer, answer: str, openers: Sequence[str], tokens: Sequence[str]
+) -> str:
+    """Return the grammar of an answer, or of tool calls in its place, which are free.
+
+    answer: its grammar. openers: markers of which one begins the calls. tokens: markers that may be
+    control tokens in them.
+    """
+    begin = " | ".join(_marker(tokenizer, opener) for opener in openers)
+    control = [symbol for name in tokens if (symbol := _marker(tokenizer, name))[0] == "<"]
+    rest = " | ".join(["TEXT", *control])
+    # No space before a call: it would be a way into one, and out of the answer.
+    calls = f"start: @answer | ({begin}) ({rest})*\nTEXT: /(.|\\n)+/\n"
+    (grammar,) = json.loads(answer)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": calls}, {"name": "answer", **grammar}]})
 
 
 def forced_call(

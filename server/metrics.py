@@ -12,12 +12,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from server.vllm_metrics import Timing, VllmMetrics
+
 # Keys: offload.experts.COUNTERS. Values: a metric's name and help text.
 EXPERT_METRICS = {
     "hits": ("expert_hits", "Expert cache hits, one per expert, layer and forward pass."),
-    "speculative_hits": ("expert_guessed", "Prefetched experts that were then needed."),
-    "misses": ("expert_misses", "Expert cache misses. Each one delays its layer."),
-    "speculative_loads": ("expert_guesses", "Experts prefetched."),
+    "misses": ("expert_misses", "Expert cache misses that were copied."),
+    "on_cpu": ("expert_on_cpu", "Expert cache misses that the CPU multiplied."),
     "bytes": ("expert_bytes", "Bytes of experts copied from host memory."),
 }
 
@@ -25,7 +26,9 @@ EXPERT_METRICS = {
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, queue_length: Callable[[], int], running: Callable[[], int]):
+    def __init__(
+        self, queue_length: Callable[[], int], running: Callable[[], int], model_name: str = ""
+    ):
         disable_created_metrics()  # they double the number of time series
         self.registry = CollectorRegistry()
         self.responses = self.counter(
@@ -51,13 +54,20 @@ class Metrics:
         decoding.set_function(running)
         self.experts = ExpertCollector()
         self.registry.register(self.experts)
+        self.vllm = VllmMetrics(self.registry, model_name, queue_length, running)
 
     def counter(self, name: str, help: str, labels: list[str] | None = None) -> Counter:
         """Register a counter, exported as moe_fast_NAME_total."""
         return Counter(f"moe_fast_{name}", help, labels or [], registry=self.registry)
 
-    def count_answer(self, result: Mapping) -> None:
+    def count_failure(self) -> None:
+        """Add an answer that ended in an error."""
+        self.failures.inc()
+        self.vllm.count_end("error")
+
+    def count_answer(self, result: Mapping, timing: Timing) -> None:
         """Add the result of one answer (`Decoder.finish`)."""
+        self.vllm.count_answer(result, timing)
         self.answers.inc()
         self.prompt_tokens.inc(result["prompt_tokens"])
         self.cached_tokens.inc(result["cached_tokens"])

@@ -1,42 +1,25 @@
 """OpenAI's Responses API: its requests become chats, answers become items and typed events.
 
-A request has the whole conversation. Items of recent answers may stand in it by their ids, as the
-Vercel AI SDK sends them: ItemStore has these.
+A request has the whole conversation, or names the response that it follows. Items of recent answers
+may stand in it by their ids, as the Vercel AI SDK sends them: ItemStore has both.
 """
 
-import itertools
 import json
-import math
 import re
-import secrets
-import threading
-import time
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from server.errors import FIELD_MESSAGES, APIError, error_field, error_message
+from server.plan import GenerationRequest, Limits, parse_body, plan_request
+from server.response_store import ItemStore
 from server.schema import (
     FAIL_FAST,
-    FIELD_MESSAGES,
-    AnswerReader,
-    APIError,
     ChatCompletionBody,
-    Finished,
-    GeneratedToken,
-    GenerationRequest,
-    Limits,
     LogprobCount,
     Seed,
-    TextDelta,
     TokenLimit,
-    error_field,
-    error_message,
-    logprob_entries,
-    parse_body,
-    plan_request,
     reasoning_text,
-    server_sent_event,
 )
 from server.structured import (
     OtherServersFields,
@@ -44,19 +27,24 @@ from server.structured import (
     StructuredFields,
     UnlessOne,
     Unsupported,
+    report_unknown,
 )
-from server.tokenizing import TokenizerPool, TokenizerUnavailableError
-from server.tools import Piece, TextPiece
+from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]
-STORED_BYTES = 16 << 20
 # Fields of a chat that a request may have under the same name.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 SHARED = (*SAMPLING, *StructuredFields.model_fields, "parallel_tool_calls", "stream")
+# Items of tools that OpenAI's servers run. Those of a history say nothing to another model.
+SERVERS_ITEMS = {
+    *("web_search_call", "file_search_call", "computer_call", "computer_call_output"),
+    *("code_interpreter_call", "image_generation_call", "mcp_call", "mcp_list_tools"),
+    *("local_shell_call", "local_shell_call_output", "compaction"),
+}
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
@@ -72,42 +60,13 @@ class TextSettings(StrictModel):
     format: Item = Field(default_factory=lambda: {"type": "text"})
 
 
-class ItemStore:
-    """The items of recent answers by id, at most `max_bytes` of them as JSON."""
-
-    def __init__(self, max_bytes: int = STORED_BYTES):
-        self.max_bytes, self.bytes = max_bytes, 0
-        self.items: dict[str, tuple[Item, int]] = {}  # oldest first
-        self.lock = threading.Lock()  # several threads read requests
-
-    def add(self, items: list[Item]) -> None:
-        """Keep items; forget the oldest."""
-        with self.lock:
-            for item in items:
-                size = len(json.dumps(item))
-                self.items[item["id"]] = item, size
-                self.bytes += size
-            while self.bytes > self.max_bytes:
-                _, size = self.items.pop(next(iter(self.items)))
-                self.bytes -= size
-
-    def find(self, id: Any) -> Item:
-        """Return an item. Raises APIError if it is not here."""
-        with self.lock:
-            found = self.items.get(id) if isinstance(id, str) else None
-        if found is None:
-            reason = f"input: the item {id!r:.80} is not stored here (any more): send it whole"
-            raise APIError(f"{reason}, with store: false", param="input")
-        return found[0]
-
-
 class ResponsesBody(StructuredFields, OtherServersFields):
     """The body of POST /v1/responses."""
 
     reported_as = ""
 
     input: str | Annotated[list[Item], FAIL_FAST]
-    previous_response_id: Unsupported = None
+    previous_response_id: str | None = None
     conversation: Unsupported = None
     background: Unsupported = None
     prompt: Unsupported = None
@@ -115,6 +74,7 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     max_completion_tokens: Unsupported = None
     n: UnlessOne = 1
     routing: Unsupported = None
+    model: Any = None
     instructions: str | None = None
     tools: Annotated[list[Item], FAIL_FAST] = Field(default_factory=list)
     tool_choice: str | Item = "auto"
@@ -142,10 +102,12 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     def chat_body(self, store: ItemStore) -> ChatCompletionBody:
         """Return the same request as a chat. Raises APIError if that is invalid."""
         fields: Item = {name: getattr(self, name) for name in SHARED}
+        tools, choice = self.chat_tools()
+        items = store.conversation(self.previous_response_id) + self.own_items(store)
         fields |= {
-            "messages": self.messages(store),
-            "tools": [self.chat_tool(tool) for tool in self.tools],
-            "tool_choice": self.chat_tool_choice(),
+            "messages": self.messages(items),
+            "tools": tools,
+            "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
             "logprobs": self.wants_logprobs,
@@ -171,18 +133,24 @@ class ResponsesBody(StructuredFields, OtherServersFields):
         """Whether the answer's tokens are sent with their logprobs."""
         return LOGPROBS in self.include or self.top_logprobs > 0
 
-    def messages(self, store: ItemStore) -> list[Item]:
+    def own_items(self, store: ItemStore) -> list[Item]:
+        """Return the items of this request, without references. Raises APIError."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        is_reference = [item.get("type") == "item_reference" for item in self.input]
+        pairs = zip(self.input, is_reference, strict=True)
+        return [store.find(item.get("id")) if named else item for item, named in pairs]
+
+    def messages(self, items: list[Item]) -> list[Item]:
         """Return the conversation as a chat's messages. Raises APIError for unknown items."""
         found: list[Item] = []
         reasoning = ""  # before the assistant's next message or call
         if self.instructions:
             found.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        for item in self.input:
-            if item.get("type") == "item_reference":
-                item = store.find(item.get("id"))
+        for item in items:
             kind = item.get("type", "message")
+            if isinstance(kind, str) and kind in SERVERS_ITEMS:
+                continue
             if kind == "reasoning":
                 text = reasoning_text(item.get("content")) or reasoning_text(item.get("summary"))
                 reasoning = "\n\n".join(filter(None, [reasoning, text]))
@@ -192,7 +160,10 @@ class ResponsesBody(StructuredFields, OtherServersFields):
                 add_reasoning(found[-1], reasoning)
             elif kind == "function_call":
                 add_call(found, item, reasoning)
-            elif kind == "function_call_output":
+            elif kind == "custom_tool_call":  # its input is plain text
+                arguments = json.dumps({"input": item.get("input")})
+                add_call(found, {**item, "arguments": arguments}, reasoning)
+            elif kind in ("function_call_output", "custom_tool_call_output"):
                 output = item.get("output", "")
                 id = item.get("call_id", "")
                 found.append({"role": "tool", "tool_call_id": id, "content": output})
@@ -203,26 +174,44 @@ class ResponsesBody(StructuredFields, OtherServersFields):
             reasoning = ""
         return found
 
-    def chat_tool(self, tool: Item) -> Item:
-        """Return a tool as a chat has it. Raises APIError for a tool of OpenAI's servers."""
-        if tool.get("type") != "function":
-            raise APIError(
-                f"tools: the type {tool.get('type')!r:.40} is not supported, only 'function'",
-                param="tools",
-            )
-        names = "name", "description", "parameters", "strict"
-        return {"type": "function", "function": {name: tool.get(name) for name in names}}
+    def chat_tools(self) -> tuple[list[Item], str | Item]:
+        """Return the functions and `tool_choice` as a chat has them.
 
-    def chat_tool_choice(self) -> str | Item:
-        if isinstance(self.tool_choice, str):
-            return self.tool_choice
-        return {"type": self.tool_choice.get("type"), "function": self.tool_choice}
+        Tools of other types (web_search, custom) are left out: nothing here runs them. Of
+        `allowed_tools` the others are left out, too. Raises APIError.
+        """
+        functions = {}
+        for tool in self.tools:
+            if not isinstance(kind := tool.get("type"), str):
+                raise APIError('tools: each needs a type, such as "function"', param="tools")
+            if kind != "function":
+                report_unknown([f"tools of type {kind}"])
+                continue
+            names = "name", "description", "parameters", "strict"
+            functions[str(tool.get("name"))] = {name: tool.get(name) for name in names}
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed, choice = allowed_functions(choice), choice.get("mode", "auto")
+            functions = {name: functions[name] for name in functions if name in allowed}
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": choice}
+        found = [{"type": "function", "function": function} for function in functions.values()]
+        return found, choice
 
     def chat_format(self) -> Item:
         kind = self.text.format.get("type")
         if kind != "json_schema":
             return self.text.format
         return {"type": kind, "json_schema": self.text.format}
+
+
+def allowed_functions(choice: Item) -> set[str]:
+    """Return the names of `allowed_tools`. Raises APIError."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        reason = 'allowed_tools needs tools such as [{"type": "function", "name": ...}]'
+        raise APIError(f"tool_choice: {reason}", param="tool_choice")
+    return {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
 
 
 def add_call(messages: list[Item], item: Item, reasoning: str) -> None:
@@ -248,273 +237,3 @@ def read_responses_request(
     """Parse and validate a request's body. Raises APIError if it is invalid or unsupported."""
     fields = parse_body(ResponsesBody, body)
     return fields, plan_request(fields.chat_body(store), tokenizer, limits, "input")
-
-
-class ResponsesBuilder:
-    """Builds the items and events of one answer, see server.schema.ResponseBuilder."""
-
-    def __init__(
-        self,
-        body: ResponsesBody,
-        request: GenerationRequest,
-        model_name: str,
-        tokenizer: Tokenizer,
-        store: ItemStore,
-    ):
-        self.body, self.model_name, self.store = body, model_name, store
-        self.reader, self.tokenizer = AnswerReader(request, tokenizer), tokenizer
-        self.tokens: list[GeneratedToken] = []  # tokens of the answer's text that no event has
-        self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
-        self.items: list[Item] = []
-        self.open: Item | None = None  # the item being written
-        self.events = 0
-
-    def completion(self, events: list[Finished]) -> dict:
-        """Return the answer to a request without `stream`."""
-        (event,) = events
-        pieces = self.reader.whole(event.result)
-        begin, end = message_span(event.result, pieces)
-        self.tokens = [token for token in event.tokens if begin <= token.offset < end]
-        for _ in self.add_pieces(pieces):
-            pass
-        status = self.status(event)
-        for _ in self.close_item(status):
-            pass
-        self.keep_items()
-        return self.response(status, event)
-
-    def start(self) -> Iterator[bytes]:
-        """Yield what a stream begins with."""
-        for name in ("created", "in_progress"):
-            yield self.event(f"response.{name}", response=self.response("in_progress"))
-
-    def deltas(self, event: TextDelta) -> Iterator[bytes]:
-        """Yield the events for new text."""
-        self.tokens += [] if event.is_reasoning else event.tokens
-        pieces = self.reader.read(event.text, event.is_reasoning)
-        yield from self.add_pieces(pieces)
-        if pieces and not is_message(pieces[-1]):
-            self.tokens = []  # they belong to a call or to the reasoning
-
-    def end(self, event: Finished) -> Iterator[bytes]:
-        """Yield what a stream ends with."""
-        self.tokens += event.tokens
-        yield from self.add_pieces(self.reader.end(event.result))
-        status = self.status(event)
-        yield from self.close_item(status)
-        self.keep_items()
-        yield self.event(f"response.{status}", response=self.response(status, event))
-
-    def error(self, error: APIError) -> bytes:
-        """Return the end of a stream that fails."""
-        response = self.response("failed") | {
-            "error": {"code": error.code or "server_error", "message": str(error)}
-        }
-        return self.event("response.failed", response=response)
-
-    def keep_items(self) -> None:
-        if self.body.store:
-            self.store.add(self.items)
-
-    def status(self, event: Finished) -> str:
-        reason = self.reader.finish_reason(event.result["finish_reason"])
-        return "incomplete" if reason == "length" else "completed"
-
-    # Items ------------------------------------------------------------------------------------
-
-    def add_pieces(self, pieces: list[Piece]) -> Iterator[bytes]:
-        """Add pieces of the answer to its items; yield the events."""
-        for piece in pieces:
-            if isinstance(piece, TextPiece):
-                kind = "reasoning" if piece.is_reasoning else "message"
-                if self.open is None or self.open["type"] != kind:
-                    yield from self.open_item(kind)
-                yield self.add_text(piece.text)
-                continue
-            if piece.name is not None:
-                fields = {"call_id": piece.id, "name": piece.name, "arguments": ""}
-                yield from self.open_item("function_call", **fields)
-            if piece.arguments and self.open:
-                self.open["arguments"] += piece.arguments
-                yield self.item_event("function_call_arguments.delta", delta=piece.arguments)
-
-    def open_item(self, kind: str, **fields: Any) -> Iterator[bytes]:
-        """Close the open item and begin another one."""
-        yield from self.close_item("completed")
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: Item = {"id": f"{prefix}_{secrets.token_hex(24)}", "type": kind}
-        if kind == "message":
-            fields = {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            fields = {"summary": [], "content": []}
-        self.open = item | {"status": "in_progress"} | fields
-        self.items.append(self.open)
-        yield self.event(
-            "response.output_item.added", output_index=len(self.items) - 1, item=self.open
-        )
-        if kind != "function_call":
-            part: Item = {"type": "reasoning_text", "text": ""}
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self.open["content"].append(part)
-            yield self.item_event("content_part.added", content_index=0, part=part)
-
-    def add_text(self, text: str) -> bytes:
-        assert self.open
-        part = self.open["content"][0]
-        part["text"] += text
-        extra = {}
-        if part["type"] == "output_text":
-            extra["logprobs"] = self.take_logprobs()
-            part["logprobs"] += extra["logprobs"]
-        return self.item_event(f"{part['type']}.delta", content_index=0, delta=text, **extra)
-
-    def take_logprobs(self) -> list[Item]:
-        """Return the logprobs of the tokens in no event yet; none unless the request asks."""
-        tokens, self.tokens = self.tokens, []
-        if not self.body.wants_logprobs:
-            return []
-        return logprob_entries(tokens, self.body.top_logprobs, self.tokenizer)
-
-    def close_item(self, status: str) -> Iterator[bytes]:
-        """End the open item."""
-        item = self.open
-        if item is None:
-            return
-        if item["type"] == "function_call":
-            fields = {"name": item["name"], "arguments": item["arguments"]}
-            yield self.item_event("function_call_arguments.done", **fields)
-        else:
-            part = item["content"][0]
-            extra = {}
-            if part["type"] == "output_text":  # the last token may have no text
-                part["logprobs"] += self.take_logprobs()
-                extra["logprobs"] = part["logprobs"]
-            yield self.item_event(
-                f"{part['type']}.done", content_index=0, text=part["text"], **extra
-            )
-            yield self.item_event("content_part.done", content_index=0, part=part)
-        item["status"] = status
-        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
-        self.open = None
-
-    def item_event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the open item."""
-        assert self.open
-        place = {"item_id": self.open["id"], "output_index": len(self.items) - 1}
-        return self.event(f"response.{kind}", **place, **fields)
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """Return a server-sent event with the next sequence number."""
-        value = {"type": kind, "sequence_number": self.events, **fields}
-        self.events += 1
-        return f"event: {kind}\n".encode() + server_sent_event(value)
-
-    def response(self, status: str, event: Finished | None = None) -> dict:
-        """Return the response object. event: the end of the answer, for a finished response."""
-        body = self.body
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": reason,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
-            "model": self.model_name,
-            "output": self.items,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "store": self.body.store,
-            "temperature": body.temperature,
-            "text": {"format": body.text.format},
-            "tool_choice": body.tool_choice,
-            "tools": body.tools,
-            "top_logprobs": body.top_logprobs,
-            "top_p": body.top_p,
-            "truncation": "disabled",
-            "usage": usage(event.result) if event else None,
-        }
-
-
-def is_message(piece: Piece) -> bool:
-    """Return whether a piece is text of the answer's message."""
-    return isinstance(piece, TextPiece) and not piece.is_reasoning
-
-
-def message_span(result: Item, pieces: list[Piece]) -> tuple[int, float]:
-    """Return where the message begins and ends in an answer's text, in characters.
-
-    The reasoning stands before it, calls after it.
-    """
-    begin, end = len(result.get("reasoning", "")), math.inf
-    if not all(isinstance(piece, TextPiece) for piece in pieces):
-        texts = itertools.takewhile(lambda piece: isinstance(piece, TextPiece), pieces)
-        end = begin + sum(len(piece.text) for piece in texts if is_message(piece))
-    return begin, end
-
-
-def usage(result: dict) -> dict:
-    """Return the token counts of an answer."""
-    prompt_tokens, new_tokens = result["prompt_tokens"], result["new_tokens"]
-    return {
-        "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": result["cached_tokens"]},
-        "output_tokens": new_tokens,
-        "output_tokens_details": {"reasoning_tokens": result.get("reasoning_tokens", 0)},
-        "total_tokens": prompt_tokens + new_tokens,
-    }
-
-
-# Tokens -------------------------------------------------------------------------------------------
-
-
-class TokenizeBody(StrictModel):
-    """The body of POST /tokenize: a prompt, or the messages of a chat."""
-
-    prompt: str | None = None
-    messages: list[Item] | None = None
-    tools: list[Item] = Field(default_factory=list)
-    add_special_tokens: bool = True
-    parse_special: bool = True  # as of /v1/completions
-
-    def encode(self, tokenizer: Tokenizer | TokenizerPool) -> list[int]:
-        """Return the token ids. Raises ValueError."""
-        if self.messages is not None:
-            fields = {"messages": self.messages, "tools": self.tools}
-            chat = ChatCompletionBody.model_validate(fields)
-            return chat.encode(tokenizer)[0][0]
-        if self.prompt is None:
-            raise ValueError("give a prompt, or the messages of a chat")
-        return tokenizer.encode(self.prompt, self.add_special_tokens, special=self.parse_special)
-
-
-class DetokenizeBody(StrictModel):
-    """The body of POST /detokenize."""
-
-    tokens: Annotated[list[int], FAIL_FAST]
-
-
-def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
-    """Return the answer to POST /tokenize. Raises APIError."""
-    fields = parse_body(TokenizeBody, body)
-    try:
-        tokens = fields.encode(tokenizer)
-    except ValidationError as error:
-        raise APIError(error_message(error, ChatCompletionBody), param="messages") from None
-    except TokenizerUnavailableError as error:
-        raise APIError(str(error), 503) from None
-    except ValueError as error:
-        raise APIError(str(error)) from None
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": max_seq_len}
-
-
-def detokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
-    """Return the answer to POST /detokenize. Raises APIError."""
-    fields = parse_body(DetokenizeBody, body)
-    return {"prompt": tokenizer.vocabulary.decode(fields.tokens)}

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,57 +23,26 @@ from offload.experts import COUNTERS, offloaded_layers
 from parallel import process_group
 from runtime.batch import Batch, NewToken, Running
 from runtime.drafting_batch import DraftingBatch
+from runtime.logit_edits import Constraint
 from runtime.sampling import NotFiniteError
 from runtime.session import Session
-from runtime.session_steps import Details
 from runtime.speculation import Speculation
 from runtime.text import TextSettings, TextStream
-from server.constraints import AnswerConstraint, Constraint, grammar_tokens
+from server.answers import Finished, GeneratedToken
+from server.clients import AnswerWriter, Client, QueuedRequest
+from server.constraints import AnswerConstraint, grammar_tokens
+from server.constraints import Constraint as GrammarConstraint
+from server.errors import APIError
 from server.metrics import Metrics
-from server.schema import (
-    APIError,
-    Event,
-    Finished,
-    GeneratedToken,
-    Generation,
-    GenerationRequest,
-    TextDelta,
-)
+from server.min_tokens import MinTokens
+from server.plan import Generation
+from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request, and the function that sends events to its client."""
-
-    request: GenerationRequest
-    send: Callable[[Event], None]
-    arrived: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    begun: int = 0  # answers that are decoded or have ended
-
-    @property
-    def answers_left(self) -> int:
-        """The number of answers that have not begun."""
-        return len(self.request.generations) - self.begun
-
-
-class Client(NamedTuple):
-    """The receiver of one answer: a request, and the answer's number in it."""
-
-    queued: QueuedRequest
-    index: int
-
-    def send(self, event: Event) -> None:
-        self.queued.send(event)
-
-    @property
-    def streams(self) -> bool:
-        return self.queued.request.body.stream
+ENDING = "the server is ending"
 
 
 class Command(NamedTuple):
@@ -90,18 +59,20 @@ class Scheduler:
     one answer, so a request with one answer never waits for all answers of another.
 
     max_queue: maximum of requests of which no answer has begun. time_limit: seconds from a
-    request's arrival to its end. max_batch: answers decoded at a time.
+    request's arrival to its end. max_batch: answers decoded at a time. model_name: a label of the
+    metrics.
     """
 
-    def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1):
+    def __init__(self, max_queue: int, time_limit: float, max_batch: int = 1, model_name: str = ""):
         self.max_queue, self.time_limit, self.max_batch = max_queue, time_limit, max_batch
         self.queue: deque[QueuedRequest] = deque()
         self.clients: dict[int, Client] = {}  # keys: numbers of answers
         self.latest: QueuedRequest | None = None  # the request that began an answer last
         self.numbers = itertools.count()
         self.changed, self.closed = threading.Condition(), False
+        self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
-        self.metrics = Metrics(self.waiting, lambda: len(self.clients))
+        self.metrics = Metrics(self.waiting, lambda: len(self.clients), model_name)
         self.seconds_per_answer = 1.0  # a moving average
 
     def waiting(self) -> int:
@@ -114,8 +85,8 @@ class Scheduler:
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue. Raises APIError if the queue is full or closed."""
         with self.changed:
-            if self.closed:
-                raise APIError("the server is ending", 503)
+            if self.closed or self.drain_until is not None:
+                raise APIError(ENDING, 503)
             waiting = self.waiting()
             if waiting >= self.max_queue:
                 seconds = self.seconds_per_answer * (waiting + 1) / 2 / self.max_batch
@@ -144,17 +115,38 @@ class Scheduler:
             self.closed = True
             self.changed.notify()
             for request in {*self.queue, *(client.queued for client in self.clients.values())}:
-                request.send(APIError("the server is ending", 503))
+                request.send(APIError(ENDING, 503))
         self.deliver()
 
     # On the main thread -------------------------------------------------------------------------
+
+    def drain(self, seconds: float) -> None:
+        """Refuse further requests, and close when the others have ended, after `seconds` at most.
+
+        A signal handler may call it: the main thread holds this lock again (it is reentrant).
+        """
+        with self.changed:
+            self.drain_until = time.monotonic() + seconds
+            self.changed.notify()
+
+    def has_drained(self) -> bool:
+        """Whether a drain has nothing left to wait for. Requests without an answer are refused."""
+        if self.drain_until is None:
+            return False
+        for queued in [queued for queued in self.queue if not queued.begun]:
+            self.queue.remove(queued)
+            queued.send(APIError(ENDING, 503))
+        is_over = time.monotonic() > self.drain_until
+        return is_over or not (self.queue or self.clients)
 
     def commands(self) -> Iterator[Command]:
         """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
         while not self.closed:
             with self.changed:
-                if not self.queue and not self.clients:
+                if not self.queue and not self.clients and self.drain_until is None:
                     self.changed.wait(HEARTBEAT_SECONDS)
+                if self.has_drained():
+                    break
                 started = self.take_expired()
                 while self.queue and len(self.clients) < self.max_batch:
                     started.append(self.begin(self.next_turn()))
@@ -162,6 +154,7 @@ class Scheduler:
                         self.queue.popleft()
                 interrupted = [n for n, c in self.clients.items() if self.is_over(c.queued)]
             yield Command(started, interrupted)
+        self.close()
 
     def next_turn(self) -> QueuedRequest:
         """Move the request whose turn it is to the queue's front, and return it.
@@ -177,7 +170,7 @@ class Scheduler:
     def begin(self, queued: QueuedRequest) -> tuple[int, Generation]:
         """Number the next answer of a request."""
         number, index = next(self.numbers), queued.begun
-        self.clients[number] = Client(queued, index)
+        self.clients[number] = Client(queued, index, time.monotonic())
         queued.begun += 1
         return number, queued.request.generations[index]
 
@@ -206,13 +199,21 @@ class Scheduler:
         """Return whether to interrupt a request's answers."""
         return queued.cancelled or self.has_expired(queued)
 
-    def finish(self, number: int, result: dict, tokens: list[GeneratedToken]) -> None:
-        """Send the end of an answer to its client, and count it."""
-        self.metrics.count_answer(result)
+    def finish(
+        self,
+        number: int,
+        result: dict,
+        tokens: list[GeneratedToken],
+        times: Sequence[float] = (),
+    ) -> None:
+        """Send the end of an answer to its client, and count it. times: when each token came."""
         if result["new_tokens"]:
             self.seconds_per_answer += 0.2 * (result["seconds"] - self.seconds_per_answer)
         with self.changed:
             client = self.clients.pop(number)
+        arrived = client.queued.arrived
+        timing = Timing(client.begun - arrived, time.monotonic() - arrived, times)
+        self.metrics.count_answer(result, timing)
         client.send(Finished(result, tokens, client.index))
 
     def fail(self, number: int, error: Exception) -> None:
@@ -224,7 +225,7 @@ class Scheduler:
             reason = f"the server failed: {error}"
         elif isinstance(error, ValueError):  # a grammar's
             reason = str(error)
-        self.metrics.failures.inc()
+        self.metrics.count_failure()
         with self.changed:
             client = self.clients.pop(number)
             client.queued.cancelled = True
@@ -234,43 +235,6 @@ class Scheduler:
 
 
 # Answers ------------------------------------------------------------------------------------------
-
-
-class AnswerWriter:
-    """Sends an answer's text as it is generated. Does nothing without a client."""
-
-    def __init__(self, client: Client | None):
-        self.client = client
-        self.details: Details | None = None  # the next token's
-        self.tokens: list[GeneratedToken] = []  # in no TextDelta yet
-        self.sent = 0  # characters
-
-    def add_token(self, id: int, offset: int) -> None:
-        """Keep a token's Details, if they are recorded, until its text is sent."""
-        if self.client and self.details:
-            self.tokens.append(GeneratedToken(id, offset, self.details))
-
-    def write_reasoning(self, text: str) -> None:
-        self.write(text, is_reasoning=True)
-
-    def write(self, text: str, *, is_reasoning: bool = False) -> None:
-        """Send new text, if the request is a stream."""
-        if self.client and self.client.streams and text:
-            self.sent += len(text)
-            tokens = self.take_tokens(self.sent)
-            self.client.send(TextDelta(text, tokens, is_reasoning, self.client.index))
-
-    def take_tokens(self, end: int | float) -> list[GeneratedToken]:
-        """Remove and return the tokens that begin before character `end`."""
-        taken = [token for token in self.tokens if token.offset < end]
-        self.tokens = self.tokens[len(taken) :]
-        return taken
-
-    def rest(self, result: dict) -> list[GeneratedToken]:
-        """Return the tokens not sent yet, without those of a stop string."""
-        stopped = result["finish_reason"] == "stop"
-        length = len(result.get("reasoning", "")) + len(result["text"])
-        return self.take_tokens(length if stopped else math.inf)
 
 
 @dataclass(eq=False)
@@ -307,6 +271,15 @@ class Decoder:
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
         self.offloaded = offloaded_layers(session.model)
+        if scheduler:
+            scheduler.metrics.vllm.cache_usage = self.cache_usage
+
+    def cache_usage(self) -> float:
+        """Return the part of the cache's positions that running answers take; from any thread."""
+        used = sum(
+            len(answer.sequence.ids) + len(answer.tokens) for answer in [*self.answers.values()]
+        )
+        return used / (self.session.batch * self.session.max_seq_len)
 
     def prepare(self) -> None:
         """Compile and capture everything, so that no request waits for it."""
@@ -363,6 +336,7 @@ class Decoder:
             writer.add_token,
             writer.write_reasoning if splits else None,
             generation.markers,
+            generation.continues,
         )
         text = TextStream(ids, self.tokenizer, settings)
         count, constraint = generation.max_new_tokens, self.make_constraint(generation)
@@ -372,16 +346,24 @@ class Decoder:
         answer = Answer(number, sequence, text, writer, count)
         self.answers[number] = self.by_sequence[sequence] = answer
 
-    def make_constraint(self, generation: Generation) -> Constraint | AnswerConstraint | None:
+    def make_constraint(self, generation: Generation) -> Constraint | None:
+        """Return what holds an answer to its grammar and its length; None without these."""
+        constraint = self.make_grammar(generation)
+        if generation.min_tokens:
+            return MinTokens(generation.min_tokens, self.tokenizer.stop_ids, constraint)
+        return constraint
+
+    def make_grammar(self, generation: Generation) -> Constraint | None:
         """Return what holds an answer to its grammar; None without one."""
         if generation.grammar is None:
             return None
         tokens = grammar_tokens(self.tokenizer, self.session.model.args.vocab_size)
         waits = generation.reply and generation.reasons
-        constraint = Constraint(tokens, generation.grammar, started=not waits)
+        constraint = GrammarConstraint(tokens, generation.grammar, started=not waits)
         if not waits:
             return constraint
-        return AnswerConstraint(constraint, self.tokenizer, generation.prompt_ids)
+        prompt, continues = generation.prompt_ids, generation.continues
+        return AnswerConstraint(constraint, self.tokenizer, prompt, continues)
 
     def step(self) -> None:
         """Decode one token of each answer, and deliver all events until now."""
@@ -419,9 +401,11 @@ class Decoder:
             computed = len(answer.sequence.ids) - answer.sequence.cached_tokens
             result = answer.text.result(answer.started, computed, None)
             result["seconds"] = time.perf_counter() - answer.started
+            result["stop_text"] = answer.text.stop_text
             for name in ("cached_tokens", "drafted", "accepted"):
                 result[name] = getattr(answer.sequence, name)
-            self.scheduler.finish(answer.number, result, answer.writer.rest(result))
+            rest, times = answer.writer.rest(result), answer.text.times
+            self.scheduler.finish(answer.number, result, rest, times)
 
     def remove(self, answer: Answer) -> None:
         self.batch.end(answer.sequence)

@@ -44,9 +44,7 @@ __all__ = [
     "Piece",
     "QwenCoderParser",
     "TextPiece",
-    "control_markers",
     "find_format",
-    "make_parser",
 ]
 MAX_TAGS = 400  # characters of the tags that end a value
 LETTERS = string.ascii_letters + string.digits
@@ -410,6 +408,10 @@ class HarmonyParser(CallParser):
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
         return " <|constrain|>json<|message|>", ""
 
+    @classmethod
+    def resumed(cls, kind: str) -> str:
+        return f"<|channel|>{'analysis' if kind == REASONING else 'final'}<|message|>"
+
     def read(self) -> Reader:
         markers = {self.marker(name): name for name in self.tokens}
         pattern = re.compile("|".join(map(re.escape, markers)))
@@ -476,30 +478,3 @@ FORMATS: tuple[type[CallParser], ...] = (
 def find_format(tokenizer: Tokenizer) -> type[CallParser] | None:
     """Return the parser for a model's calls; None if its template has no known format."""
     return next((f for f in FORMATS if tokenizer.template_has(f.in_template)), None)
-
-
-def control_markers(format: type[CallParser], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return {id: text in the answer} of the format's markers that are control tokens."""
-    ids = {name: tokenizer.token_id(name) for name in format.tokens}
-    return {
-        id: MARK + name
-        for name, id in ids.items()
-        if id is not None and not tokenizer.token_bytes(id)
-    }
-
-
-def make_parser(
-    format: type[CallParser],
-    tokenizer: Tokenizer,
-    schemas: dict[str, dict],
-    prefix: str = "",
-    *,
-    single: bool = False,
-) -> CallParser:
-    """Return a parser of one answer. prefix: that of the answer that is in the prompt."""
-    marked = {text.removeprefix(MARK): text for text in control_markers(format, tokenizer).values()}
-    parser = format(schemas, lambda name: marked.get(name, name), single)
-    for name, text in marked.items():
-        prefix = prefix.replace(name, text)
-    parser.pieces = parser.push(prefix)
-    return parser

@@ -373,6 +373,14 @@ THINNED = {
     "test_steps_between_layers_of_a_prompt_change_no_answer": 2,
     "test_the_same_bits_and_the_copies_that_the_policy_predicts": 3,
     "test_verified_tokens_have_the_models_distribution": 2,
+    "test_up_to_four_answers_share_passes": 4,
+    "test_neighbors_come_and_go_between_passes": 6,
+    "test_ranks_answer_as_one_process": 3,
+    "test_a_listing_with_a_value_of_another_type": 3,
+    "test_a_watched_answer_has_the_details_of_the_model": 4,
+    "test_short_prompts_run_as_steps_of_many_tokens": 3,
+    "test_nothing_behind_a_link_is_removed": 2,
+    "test_it_finds_the_best_number": 3,
 }
 
 

@@ -37,7 +37,7 @@ from models.random_weights import first_layers
 from ops.inductor import configure_inductor, materialize
 from ops.plain.attention import attend, attend_blocks, blocks_in_use
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import BEGIN_OPTIONS, begin_tokens
+from runtime.fused_decode import BEGIN_OPTIONS, begin_plainly
 from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
@@ -240,7 +240,7 @@ def begin(args: ModelArgs, length: int = 256):
     model.setup_cache(1, length)
 
     def step(tokens: Tensor, positions: Tensor):
-        x, context = begin_tokens(model, tokens, positions)
+        x, context = begin_plainly(model, tokens, positions)
         return x, context.rope, *(mask.bias for mask in context.masks.values())
 
     return step, tuple(fake_empty(1, 1, dtype=torch.int64) for _ in range(2))

@@ -106,7 +106,8 @@ def random_few(
 
     accepted: how many pending tokens each sequence's call follows; None: there are none.
     """
-    args = SimpleNamespace(dim=16, delta_sizes=DeltaSizes(K, H, Ck, Cv, W), norm_eps=1e-6)
+    sizes = DeltaSizes(K, H, Ck, Cv, W)
+    args = SimpleNamespace(dim=16, delta_sizes=sizes, norm_eps=1e-6, values_by_place=False)
     generator, layer = torch.Generator().manual_seed(N_SEED), DeltaNet(args)
     layer.allocate(B + 1, 8, None, torch.zeros(1, dtype=dtype))
     for tensor in (*layer.parameters(), *layer.state.buffers()):

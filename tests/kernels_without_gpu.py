@@ -7,6 +7,7 @@ NAME (default: all):
     grouped    grouped GEMM in every format
     dot4, dot4, few
                GEMV in the 4-bit formats
+    words      products of words by shifts, as GPUs of other makers compute them
     attend     attention over blocks of an int8 cache; latent attention
     token, token, few
                the fused decode-attention kernel
@@ -23,7 +24,7 @@ NAME (default: all):
 Each prints one JSON object: by name, the relative error of every case, or counts of instructions in
 its machine code. Each is a process of its own: Triton reads its environment once, at import. The
 interpreter runs no bf16 case, since it multiplies bf16 bits as integers. Nor does it run inline
-assembly; plain Triton code replaces it.
+assembly: it takes the plain form beside it, or a faster twin in NumPy.
 """
 
 import itertools
@@ -51,16 +52,14 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Context, KVCache, Mask, ModelArgs, weighted_sum
+from model import Attention, Chunk, Context, KVCache, Mask, ModelArgs, weighted_sum
 from models import ARCHITECTURES
 from models.gemma4 import Gemma4Transformer
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import first_layers
-from offload.cache import POLICIES, DeviceExpertCache
 from ops.attention import (
     gqa,
-    gqa_kernels,
     gqa_settings,
     heads,
     mla,
@@ -73,12 +72,14 @@ from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms
 from ops.plain.attention import attend, causal_bias
+from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, fixed_join, gemv, operands, pipeline
+from ops.products import codes, fixed_join, gemv, operands, pipeline, units
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
+from ops.step.begin import begin_tokens
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
 from tests.interpreter_bounds import check_bounds
@@ -463,6 +464,89 @@ def replace_four_bits() -> None:
     codes.add_five_bits, codes.add_six_bits, codes.add_iq4 = five_bits_twin, six_bits_twin, iq4_twin
 
 
+@triton.jit
+def words_kernel(words, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
+    """Multiply words by x as each kind of code does, by the functions that are called there."""
+    at = tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+    word, high = tl.load(words + at), tl.load(words + 64 + at)
+    x, y = tl.load(numbers + at), tl.load(numbers + 64 + at)
+    low = tl.load(words + 128 + at) >> 4
+    odd = low
+    zero = tl.program_id(0)
+    if CASE == "bytes":
+        low = codes._add_bytes(word, x, low)
+    elif CASE == "word":
+        low, odd = codes._add_word(word, x, y, low, odd)
+    elif CASE == "e2m1":
+        low, odd = codes._add_e2m1(word, x, y, low, odd, codes.e2m1_table(zero))
+    elif CASE == "five":
+        low = codes.add_five_bits(word, high, x, y, low, M)
+    elif CASE == "six":
+        low, odd = codes.add_six_bits(word, high, x, y, low, odd, M)
+    elif CASE == "iq4":
+        low, odd = codes.add_iq4(word, x, y, low, odd, codes.iq4_table(zero))
+    else:
+        low = operands._add_pair(word, low)
+    tl.store(out + at, low)
+    tl.store(out + 64 + at, odd)
+
+
+WORDS = {"bytes": 1, "word": 1, "e2m1": 1, "five": 4, "six": 2, "iq4": 1, "pair": 1}  # values of M
+
+
+def products_of_words() -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32, generator=random)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (128,), generator=random)
+    found = []
+    for case, count in WORDS.items():
+        for m in range(count):
+            out = torch.zeros(128, dtype=torch.int32)
+            words_kernel[(1,)](words, numbers, out, case, m)
+            found.append(out)
+    return found
+
+
+@triton.jit
+def units_kernel(given, scales, out, KIND: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Decode field K of units, as tensor cores of other makers take them."""
+    at = tl.arange(0, 256)
+    codes_, above = tl.load(given + at), tl.load(given + 256 + at)
+    if KIND == "mxfp4":
+        above = units.e2m1_factor(tl.load(scales + at), DTYPE)
+    found = units.decode(codes_, above, K, KIND, DTYPE).to(tl.float32)
+    tl.store(out + at, units.finish(found, 1.0, KIND, DTYPE))
+
+
+def different_units() -> list[int]:
+    """Return how many of 256 numbers differ in bf16 from those in fp32, of each kind and field."""
+    random = torch.Generator().manual_seed(0)
+    given = torch.randint(-(2**15), 2**15, (512,), dtype=torch.int16, generator=random)
+    scales = torch.randint(100, 140, (256,), dtype=torch.int32, generator=random)
+    found = []
+    for kind in ("int8", "fp8", "mxfp4", "int4", "q5_k", "q6_k", "iq4"):
+        for field in range(2 if kind in ("int8", "fp8") else 4):
+            outs = [torch.zeros(256) for _ in range(2)]
+            for out, dtype in zip(outs, (tl.bfloat16, tl.float32), strict=True):
+                units_kernel[(1,)](given, scales, out, kind, field, dtype)
+            assert len(outs[0].unique()) > 10
+            found.append(int((outs[0] != outs[1]).sum()))
+    return found
+
+
+def different_words() -> list[int]:
+    """Compare what GPUs of other makers compute by shifts with the twins in NumPy.
+
+    Return how many of 128 sums differ, of each case.
+    """
+    by_shifts = products_of_words()
+    replace_four_bits()
+    twins = products_of_words()
+    assert all(len(found.unique()) > 60 for found in twins)
+    different = [int((a != b).sum()) for a, b in zip(by_shifts, twins, strict=True)]
+    return different + different_units()
+
+
 def dot4_code(case: tuple) -> dict[str, int]:
     """Count spills, products, waits and loads in the kernel's machine code."""
     arguments, _ = dot4_case(case, 1.0)
@@ -500,28 +584,9 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     """Return whether the kernel copies the same bytes as the operator's loop on the CPU."""
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
-    expert_paging.fetch(experts, places, host, want, parts)
+    expert_paging.fetch_plainly(experts, places, host, want, parts)
     expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
     return torch.equal(pool, want)
-
-
-def placed_differently(policy: str) -> int:
-    """Count the calls, of 120 a shape, in which the kernel and tensor arithmetic differ."""
-    wrong, generator = 0, torch.Generator().manual_seed(0)
-    for E, R, P in ((7, 4, 3), (7, 1, 1), (12, 12, 5)):
-        tables = [
-            [*DeviceExpertCache(E, R, policy, torch.device("cpu")).buffers()] for _ in range(2)
-        ]
-        for _ in range(40):
-            # -1 and E are experts of other ranks.
-            chosen = torch.randint(-1, E + 1, (P,), generator=generator)
-            pairs = zip((expert_paging.place, expert_paging.place_by_kernel), tables, strict=True)
-            results = [[*function(chosen, *table, R, policy), *table] for function, table in pairs]
-            copied = results[0][0] >= 0  # the slot of an expert that is not copied is undefined
-            for result in results:
-                result[1] = result[1][copied]
-            wrong += not all(map(torch.equal, *results))
-    return wrong
 
 
 def fetch_code() -> dict[str, int]:
@@ -832,6 +897,42 @@ MORE_QUERIES = {
 }
 
 
+# The same, and how many of the queries are padding. Positions are before a ring's end and beyond.
+RINGS = {
+    "a ring of two blocks, as gpt-oss's": (
+        *(1, 2, 1, 64, 640, (610,), 128, 64, "none", None, True),
+        *(1, 0),
+    ),
+    "eight queries, three of them padding, across a ring's end": (
+        *(1, 2, 1, 16, 512, (380,), 40, 16, "none", None, False),
+        *(8, 3),
+    ),
+}
+MORE_RINGS = {
+    "a ring before and at its end, and far beyond": (
+        *(3, 8, 2, 16, 1024, (40, 128, 1000), 50, 8, "head", None, True),
+        *(1, 0),
+    ),
+    "a ring of two blocks at its end": (
+        *(2, 4, 2, 64, 640, (255, 610), 128, 64, "none", None, True),
+        *(1, 0),
+    ),
+    "an idle row beside a full window": (
+        *(1, 4, 2, 16, 512, (300,), 64, 16, "none", None, True),
+        *(1, 1),
+    ),
+    "64 queries at a ring's end": (*(1, 4, 2, 16, 512, (100,), 64, 16, "head", None, False), 64, 0),
+    "64 queries, most of them padding": (
+        *(1, 4, 2, 16, 512, (250,), 64, 16, "none", None, True),
+        *(64, 60),
+    ),
+    "a large ring in several parts": (
+        *(1, 4, 1, 32, 2048, (1900,), 1024, 32, "none", None, True),
+        *(1, 0),
+    ),
+}
+
+
 class ReferenceAttention(Attention):
     """Attention with all that the kernel computes."""
 
@@ -860,8 +961,12 @@ def token_error(
     clip: float | None,
     sinks: bool,
     queries: int = 1,
+    padding: int = 0,
 ) -> float:
-    """Relative error of the fused kernel, and of the cache after it, against the plain layer."""
+    """Relative error of the fused kernel, and of the cache after it, against the plain layer.
+
+    padding: queries at the end that are none.
+    """
     torch.manual_seed(B + H)
     args = replace(
         ARCHITECTURES["Mixtral-8x7B"],
@@ -880,8 +985,9 @@ def token_error(
     frequencies = rope_frequencies(rotary_dim, args.rope_theta, torch.device("cpu"))
     rope = rope_table(frequencies, S, unrotated=C - rotary_dim)[positions].unsqueeze(2)
     masks = {window: Mask(causal_bias(positions, S, window, torch.float32))}
-    context, x = Context(rope, positions=positions, masks=masks), torch.randn(B, queries, 64)
-    kv = torch.randn(2, B, K, S, C)
+    last = torch.full((B,), queries - padding - 1)
+    context = Context(rope, positions=positions, masks=masks, last=last)
+    kv, x = torch.randn(2, B, K, S, C), torch.randn(B, queries, 64)
     settings = AttentionAdditions(sinks=layer.sinks, query_scale=layer.query_scale)
     return fused_error(layer, settings, x, context, kv)
 
@@ -948,15 +1054,21 @@ def fused_error(
 ) -> float:
     """Return the largest relative error of the fused layers over a cache kv [2, B, K, S, C].
 
-    The kernel reads it in each of GQA_WAYS, and in two of them int8 codes.
+    The kernel reads it in each of GQA_WAYS, and in two of them int8 codes. The plain layer has a
+    cache of all positions, and the kernel one of the layer's own length, which may be a ring.
     """
+    positions, queries = context.positions, x.shape[1]
+    real = queries if context.last is None else int(context.last[0]) + 1
+    newest, slots = positions[:, :1] + real - 1, cache_slots(kv.shape[3], layer.window)
     found, fused = [], FusedDecodeAttention(layer, settings)
     plain = ((fused, KVCache, way) for way in GQA_WAYS)
     int8 = ((fused, Int8KVCache, way) for way in list(GQA_WAYS)[:2])
     cases = (layer, KVCache, "many parts"), *plain, (layer, Int8KVCache, "many parts"), *int8
     for attention, kind, way in cases:
         cache = attention.allocate(kv.shape[1], kv.shape[3], kind, x)
-        fill(cache, kv)
+        if attention is layer:
+            cache = layer.cache = kind(tuple(kv.shape[1:]), x.dtype, x.device)
+        fill(cache, kv, positions[:, 0].tolist())
         is_fused, (tile, most, one_part, bounded) = attention is fused, GQA_WAYS[way]
         reach = int(context.positions.max()) + 1 if bounded else None
         core = partialmethod(FusedDecodeAttention.fused_core, reach=reach)
@@ -971,22 +1083,38 @@ def fused_error(
             ),
         ):
             y = attention(x, context)
-        found.append((y, *(stored.float() for stored in cache.stored() if stored is not None)))
+        stored = (part.float() for part in cache.stored() if part is not None)
+        found.append((y[:, :real], *(in_slots(part, newest, slots) for part in stored)))
     count = 1 + len(GQA_WAYS)
     plain, quantized = found[:count], found[count:]
     return max(largest_error(want, got) for want, *rest in (plain, quantized) for got in rest)
 
 
-def fill(cache: KVCache, kv: Tensor) -> None:
-    """Store keys and values in a cache of any kind."""
-    everywhere = torch.arange(kv.shape[3]).expand(kv.shape[1], -1)
-    cache.append(kv.permute(1, 3, 0, 2, 4), Context(torch.empty(0), positions=everywhere))
+def fill(cache: KVCache, kv: Tensor, lengths: Iterable[int]) -> None:
+    """Store the first keys and values of each sequence in a cache of any kind."""
+    for row, end in enumerate(lengths):
+        if end:
+            context = Context(torch.empty(0), chunk=Chunk(torch.tensor([row]), end))
+            cache.append(kv[:, row : row + 1, :, :end].permute(1, 3, 0, 2, 4), context)
+
+
+def in_slots(stored: Tensor, newest: Tensor, slots: int) -> Tensor:
+    """Return what a cache [2, B, K, S, N] stores, as a cache of `slots` has it at that time.
+
+    newest [B, 1]: each sequence's newest position. Of a cache that has no more slots, what is in
+    use.
+    """
+    held = slot_positions(newest, slots)
+    source = held.clamp(min=0) if stored.shape[3] > slots else torch.arange(slots).expand_as(held)
+    rows = torch.arange(len(held)).unsqueeze(1)
+    in_use = (held >= 0)[:, :, None, None, None]
+    return torch.where(in_use, stored[:, rows, :, source], 0.0)
 
 
 def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
     """Return the largest relative error of tensors in pairs."""
     pairs = zip(want, got, strict=True)
-    return max(((b - a).norm() / a.norm()).item() for a, b in pairs)
+    return max(((b - a).norm() / a.norm()).item() for a, b in pairs if a.numel())
 
 
 def first_block_loads(C: int, itemsize: int) -> int:
@@ -1249,16 +1377,9 @@ def round_to_bf16(x):
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit
-def unchanged(x):
-    """Replace `heads.keep_layout`, which is inline assembly."""
-    return x
-
-
 def without_assembly() -> None:
     """Replace what Triton's interpreter does not know in the kernels of attention."""
     heads.to_bf16 = round_to_bf16
-    gqa_kernels.keep_layout = unchanged
 
 
 def token_errors() -> dict[str, float]:
@@ -1267,6 +1388,19 @@ def token_errors() -> dict[str, float]:
     kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
     found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
     return found | {"a gated output": gated_token_error()}
+
+
+def begin_errors() -> dict[str, float]:
+    """Return how many numbers of a step's begin differ, for rows of any length."""
+    found = {}
+    for B, Q, D, R in ((1, 1, 2880, 128), (3, 5, 96, 1536), (1, 64, 1024, 64)):
+        embedding, table = torch.randn(50, D).bfloat16(), torch.randn(200, R)
+        tokens, positions = torch.randint(-1, 50, (B, Q)), torch.randint(200, (B, Q))
+        tokens[0, 0] = -1
+        x, rope = begin_tokens(tokens, positions, embedding, table)
+        want = embedding[tokens.clamp(min=0)], table[positions].unsqueeze(2)
+        found[f"{(B, Q, D, R)}"] = float((x != want[0]).sum() + (rope != want[1]).sum())
+    return found
 
 
 def few_token_errors() -> dict[str, float]:
@@ -1314,8 +1448,7 @@ def few_latent_token_errors() -> dict[str, float]:
 
 
 def fetch_results() -> dict:
-    wrong = sum(map(placed_differently, POLICIES))
-    return {"right": [fetch_is_right(sizes) for sizes in BLOBS], "wrong": wrong}
+    return {"right": [fetch_is_right(sizes) for sizes in BLOBS]}
 
 
 def dot4_errors() -> dict[str, float]:
@@ -1414,10 +1547,14 @@ INTERPRETED = {
     "grouped, a shape a format": grouped_diagonal_errors,
     "dot4": dot4_errors,
     "dot4, few": few_dot4_errors,
+    "words": different_words,
     "attend": attend_errors,
     "token": token_errors,
     "token, few": few_token_errors,
     "queries": partial(queries_errors, FEW_QUERIES),
+    "begin": begin_errors,
+    "rings": partial(queries_errors, RINGS),
+    "rings, more": partial(queries_errors, MORE_RINGS),
     "queries, more": more_queries_errors,
     "latent token": latent_token_errors,
     "latent tokens": latent_tokens_errors,

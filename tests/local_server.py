@@ -31,7 +31,7 @@ class LocalServer:
         self.session = open_session(options, checkpoint, device, length, batch)
         self.tokenizer = load_tokenizer(directory)
         max_queue, time_limit = settings.pop("max_queue", 256), settings.pop("time_limit", 600.0)
-        self.scheduler = Scheduler(max_queue, time_limit, batch)
+        self.scheduler = Scheduler(max_queue, time_limit, batch, "tiny")
         speculation = open_speculation(options, checkpoint, self.session)
         self.decoder = Decoder(self.session, self.tokenizer, self.scheduler, speculation)
         self.decoder.prepare()

@@ -52,9 +52,6 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops.attention import (
-    gqa_kernels,
-)
 from ops.declared import SWIGLU, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
@@ -74,7 +71,6 @@ from tests.kernels_without_gpu import (
     Launch,
     compiled,
     replace_four_bits,
-    unchanged,
 )
 from tests.launched_code import launched_code
 
@@ -451,7 +447,6 @@ def as_on_a_gpu() -> Iterator[None]:
         for kind in (FusedDecodeAttention, FusedLatentAttention):
             takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
-        stack.enter_context(mock.patch.object(gqa_kernels, "keep_layout", unchanged))
         yield
 
 

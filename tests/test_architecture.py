@@ -109,7 +109,18 @@ HIDDEN_IMPORTS = {
         },
         SLOW,
     ),
-    "generate.py": ({"hub.prepare"}, "imports the Hub's client, which --model alone needs"),
+    "generate.py": (
+        {"hub.prepare", "hub.describe"},
+        "imports the Hub's client, which --model alone needs",
+    ),
+    "benchmarks/cold_start.py": (
+        {
+            "benchmarks.decode_speed",
+            "models.random_weights",
+            "runtime.sampling",
+        },
+        "it measures how long they are imported",
+    ),
     "eval.py": ({"lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"}, OPTIONAL),
     "serve.py": ({"server.app"}, "needs Starlette, " + OPTIONAL),
 }

@@ -47,7 +47,7 @@ class AnyNumber(DraftControl):
 @pytest.fixture
 def no_compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -273,7 +273,7 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch
     """Positions are on the device; a pass of three answers has four rows, of which one is idle."""
     if not compiled:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-        monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+        monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 128)
     requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]

@@ -171,10 +171,10 @@ def test_figures_have_units():
     assert turn == "200 tokens at 152.9/s, context 1,404 of 4,096, first token after 31.2 ms"
     one = result | {"decode_tok_s": None, "gb_s": None, "prefill_tok_s": None, "new_tokens": 1}
     assert "None" not in format_statistics(one) and "1 token, context" in format_turn(one, 1, 2)
-    copied = {"hit_ratio": 0.8512, "guessed_ratio": 0.93, "bytes_moved_per_token": 3e8}
+    copied = {"hit_ratio": 0.8512, "cpu_ratio": 0.13, "bytes_moved_per_token": 3e8}
     line = format_statistics(result | {"offload": copied, "speculation": {"tokens_per_pass": 2.5}})
     assert line.endswith(
-        "2.50 tokens/pass, expert cache hits 85%, with prefetches 93%, copies 300 MB/token"
+        "2.50 tokens/pass, expert cache hits 85%, CPU multiplies 13%, copies 300 MB/token"
     )
     none = dict.fromkeys(copied)
     assert format_statistics(result | {"offload": none}) == format_statistics(result)

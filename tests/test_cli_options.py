@@ -13,7 +13,7 @@ import tp
 from cli import generate_options, model_name, options, quantize_options, train_options
 from cli.parser import Parser
 from formats import FORMATS, PLAIN, kv_cache, quantizer
-from offload import cache, plan
+from offload import plan
 from runtime import draft_vocab, sampling, session_steps, speculation
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +30,7 @@ def parser() -> Parser:
 
 def test_choices_are_those_of_the_modules_that_implement_them():
     assert tuple(kv_cache.KV_CACHES) == options.KV_CACHES
-    assert tuple(cache.POLICIES) == options.CACHE_POLICIES
-    assert tuple(plan.DRIVERS) == options.OFFLOAD_DRIVERS
+    assert plan.COMPUTE == options.OFFLOAD_COMPUTE
     assert tuple(tp.PARALLEL) == options.PARALLEL
     assert tuple(quantizer.DTYPES) == options.DTYPES
     assert options.DTYPES == ("bf16", "fp16", "fp32")
@@ -107,7 +106,7 @@ def test_other_tiers_are_refused_in_one_line(parser, capsys, tier, message):
 
 @pytest.mark.parametrize("name", options.OFFLOAD_OPTIONS)
 def test_options_of_offloading_need_it(parser, name):
-    value = {"cache_policy": "lru", "offload_tier": "host", "offload_driver": "host"}.get(name, "1")
+    value = {"offload_compute": "cpu", "offload_tier": "host"}.get(name, "1")
     given = parser.parse_args([f"--{name}", value])
     with pytest.raises(ValueError, match=f"--{name} is about experts in host memory: add --off"):
         options.check_model_options(given)
@@ -116,14 +115,41 @@ def test_options_of_offloading_need_it(parser, name):
 @pytest.mark.parametrize(
     ("more", "message"),
     (
-        ((), "is about a compiled step: add --compile"),
-        (("--compile", "--offload", "--gpu_experts", "2"), "does not go with --offload"),
+        (("--device", "cpu"), "is about a compiled step: add --compile"),
+        (("--eager",), "is about a compiled step: add --compile"),
     ),
 )
-def test_fused_kernels_need_a_compiled_step_of_resident_experts(parser, more, message):
+def test_fused_kernels_need_a_compiled_step(parser, more, message):
     given = parser.parse_args(["--decode_kernels", "fused", *more])
     with pytest.raises(ValueError, match=message):
         options.check_model_options(given)
+
+
+@pytest.mark.parametrize(
+    ("argv", "on_gpu", "compiled"),
+    (
+        ((), True, True),
+        ((), False, False),
+        (("--compile",), True, True),
+        (("--compile",), False, True),
+        (("--eager",), True, False),
+        (("--decode_kernels", "fused"), True, True),
+        (("--compile_cache", "x"), True, True),
+    ),
+)
+def test_a_gpu_compiles_by_default(parser, argv, on_gpu, compiled):
+    given = parser.parse_args(argv)
+    options.check_model_options(given)
+    options.choose_compile(given, on_gpu)
+    assert given.compile is compiled
+
+
+@pytest.mark.parametrize("argv", (("--decode_kernels", "fused"), ("--compile_cache", "x")))
+def test_options_of_compiled_code_need_it_on_a_cpu(parser, argv):
+    given = parser.parse_args(argv)
+    options.check_model_options(given)  # the device is not known yet
+    with pytest.raises(ValueError, match=f"{argv[0]}.* is about .*: add --compile"):
+        options.choose_compile(given, on_gpu=False)
 
 
 @pytest.mark.parametrize(

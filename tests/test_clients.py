@@ -4,6 +4,7 @@ The answers are scripted, see there.
 """
 
 import json
+from functools import partial
 from typing import Annotated
 
 import pytest
@@ -18,7 +19,8 @@ REASON = "it needs the package: pip install 'moe-fast[clients]'"
 @pytest.fixture(scope="module")
 def server(directory, tmp_path_factory, few_threads):
     with pytest.MonkeyPatch.context() as patch:
-        model = with_template(directory, tmp_path_factory.mktemp("hermes"), HERMES)
+        template = HERMES + "{# <think> </think> #}"
+        model = with_template(directory, tmp_path_factory.mktemp("hermes"), template)
         server = Server(model, patch)
         yield server
         server.close()
@@ -143,6 +145,19 @@ def test_litellm_calls_a_tool(litellm):
     assert second.choices[0].message.content == "It rains."
 
 
+def test_litellm_takes_anthropics_api(litellm, server):
+    server.answer = lambda prompt: f"<think>Why?</think>Hm.\n{CALL}"
+    ask = partial(litellm.package.completion, "anthropic/any", QUESTION, tools=[WEATHER])
+    address = {"api_base": server.url, "api_key": "none", "num_retries": 0, "max_tokens": 300}
+    choice = ask(**address).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
+    chunks = list(ask(stream=True, **address))
+    found = litellm.package.stream_chunk_builder(chunks).choices[0].message
+    assert found.content == "Hm."
+    for call in (choice.message.tool_calls[0], found.tool_calls[0]):
+        assert json.loads(call.function.arguments) == {"city": "Rom"}
+
+
 def test_litellm_knows_that_a_prompt_is_too_long(litellm):
     with pytest.raises(litellm.package.ContextWindowExceededError):
         litellm([{"role": "user", "content": "x " * LENGTH}])
@@ -155,6 +170,92 @@ def test_litellm_gets_json(model, litellm):
     Place.model_validate_json(found.message.content)
     found = ask("openai/any", QUESTION, response_format={"type": "json_object"}, **address)
     assert found.choices[0].message.content.startswith("{")
+
+
+# anthropic ----------------------------------------------------------------------------------------
+
+TOOL = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+
+
+@pytest.fixture
+def anthropic(server):
+    package = pytest.importorskip("anthropic", reason=REASON)
+    return package.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_anthropic_runs_a_tool(anthropic):
+    options = {"model": "any", "max_tokens": 300, "tools": [TOOL], "system": "Be short."}
+    first = anthropic.messages.create(messages=QUESTION, **options)
+    said, call = first.content
+    assert (first.stop_reason, said.text, call.name) == ("tool_use", "Hm.", "weather")
+    assert call.input == {"city": "Rom"} and first._request_id.startswith("req_")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    history = [*QUESTION, {"role": "assistant", "content": first.content}]
+    second = anthropic.messages.create(
+        messages=[*history, {"role": "user", "content": [result]}], **options
+    )
+    assert [block.text for block in second.content] == ["It rains."]
+    assert second.stop_reason == "end_turn" and second.usage.output_tokens > 0
+    counted = anthropic.messages.count_tokens(
+        model="any", messages=QUESTION, tools=[TOOL], system="Be short."
+    )
+    usage = first.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_anthropic_streams_a_call_and_thoughts(anthropic, server):
+    server.answer = lambda prompt: f"<think>Why?</think>Hm.\n{CALL}"
+    options = {"model": "any", "max_tokens": 300, "tools": [TOOL], "messages": QUESTION}
+    with anthropic.messages.stream(thinking={"type": "adaptive"}, **options) as stream:
+        texts = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert texts == "Hm." and message.stop_reason == "tool_use"
+    thought, said, call = message.content
+    assert (thought.thinking, said.text, call.input) == ("Why?", "Hm.", {"city": "Rom"})
+    assert thought.signature and message.usage.output_tokens > 0
+
+
+def test_anthropic_continues_a_message(anthropic, server):
+    server.answer = lambda prompt: " rains. End"
+    messages = [*QUESTION, {"role": "assistant", "content": "It"}]
+    options = {"model": "any", "max_tokens": 300, "stop_sequences": [" End"]}
+    found = anthropic.messages.create(messages=messages, **options)
+    assert (found.content[0].text, found.stop_reason) == (" rains.", "stop_sequence")
+    assert found.stop_sequence == " End" and server.prompts[-1].endswith("[assistant]It")
+
+
+def test_anthropic_raises_its_own_errors(anthropic):
+    package = pytest.importorskip("anthropic", reason=REASON)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}}
+    ask = partial(anthropic.messages.create, model="any", max_tokens=9)
+    with pytest.raises(package.BadRequestError, match="images are not supported") as caught:
+        ask(messages=[{"role": "user", "content": [image]}])
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(package.BadRequestError, match="prompt is too long"):
+        ask(messages=[{"role": "user", "content": "x " * LENGTH}])
+    (model,) = anthropic.models.list()
+    assert model.id == "tiny"
+
+
+# pydantic-ai --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ("OpenAIChatModel", "OpenAIResponsesModel"))
+def test_pydantic_ai_has_tools_beside_a_native_output(server, api):
+    package = pytest.importorskip("pydantic_ai", reason=REASON)
+    models = pytest.importorskip("pydantic_ai.models.openai", reason=REASON)
+    providers = pytest.importorskip("pydantic_ai.providers.openai", reason=REASON)
+
+    class Weather(BaseModel):
+        city: str
+        rain: bool
+
+    answer = '{"city": "Rom", "rain": true}'
+    server.answer = lambda prompt: answer if "[tool]rain" in prompt else CALL
+    provider = providers.OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    model = getattr(models, api)("any", provider=provider)
+    agent = package.Agent(model, output_type=package.NativeOutput(Weather), tools=[weather])
+    assert agent.run_sync("Weather?").output == Weather(city="Rom", rain=True)
 
 
 # llm ----------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_compiled_session_stops(model):
 @pytest.fixture
 def no_compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 @pytest.mark.parametrize("compile", (False, True))

@@ -55,7 +55,7 @@ def test_an_amd_gpu_has_no_kernels(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     found = gpu_of(DEVICE)
     assert found.multiprocessors == 110
-    assert not any((found.runs_kernels, found.runs_fused_decoding, found.has_pdl))
+    assert not any((found.runs_kernels, found.has_pdl))
     assert str(found) == "not an NVIDIA GPU"
     assert not jit.can_launch(on_gpu(1)) and not gpu_has_pdl(DEVICE)
     args = first_layers(ARCHITECTURES["Qwen3-30B-A3B"], 1)
@@ -246,10 +246,11 @@ def check_launches(gpus: tuple[str, ...], cases: tuple[str, ...], quick: bool = 
 
 
 def test_launches_fit_a_smaller_gpu():
-    """A prompt whose largest tiles take 145 KB on a Hopper GPU."""
+    """A prompt whose largest tiles take 145 KB on a Hopper GPU, and one token without PDL."""
     kernels = check_launches(("sm_86",), ("Qwen3.6-35B-A3B:int4",), quick=True)
     # A prompt takes in what is pending of a pass; passes have kernels of their own.
     assert {"_update_states", "_finish_tokens", "_begin_pass", "_check_drafts", "_accept"} < kernels
+    assert {"_multiply_sum", "_multiply_each", "attend_kernel", "join_tokens"} < kernels
 
 
 def test_an_old_gpu_launches_nothing():
@@ -258,7 +259,7 @@ def test_an_old_gpu_launches_nothing():
     assert found["sm_75"]["Qwen3.6-35B-A3B:bf16"] == {"kernels": {}, "refused": {}}
 
 
-MODES = "bf16", "int8", "int4", "fp8", "fp8b", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
+MODES = "bf16", *FORMATS
 
 
 def modes_of(name: str) -> list[str]:
@@ -283,8 +284,30 @@ def test_launches_of_shared_experts_in_another_format_fit(case):
     assert {"_multiply_each", "_multiply_tiles"} < check_launches(("sm_90",), (case,))
 
 
+AMD_CASES = (
+    "Qwen3-30B-A3B:bf16",
+    "Qwen3-30B-A3B:int8",
+    "Qwen3-30B-A3B:int4",
+    "Mixtral-8x7B:hqq4",
+    "gpt-oss-20b:mxfp4",
+    "GLM-4.7-Flash:fp8",
+    "Qwen3.6-35B-A3B:q4_k",
+    "OLMoE-1B-7B:nvfp4",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120"))
+@pytest.mark.parametrize("gpu_name", ("gfx942", "gfx1100"))
+@pytest.mark.parametrize("case", AMD_CASES)
+def test_launches_compile_for_amd(gpu_name, case):
+    """One token and a prompt, by Triton's own back end to machine code. None was run there."""
+    pytest.importorskip("triton.backends.amd", reason="Triton without AMD's back end")
+    kernels = check_launches((gpu_name,), (case,), quick=True)
+    assert {"_multiply_sum", "_multiply_each", "join_tokens"} < kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
 @pytest.mark.parametrize(
     "case", [f"{name}:{mode}" for name in ARCHITECTURES for mode in modes_of(name)]
 )

@@ -28,9 +28,8 @@ def options(kv_cache: str, memory: str = "16GB") -> argparse.Namespace:
         kv_cache=kv_cache,
         gpu_memory=memory,
         gpu_experts=None,
-        cache_policy=None,
-        prefetch=None,
-        offload_driver=None,
+        offload_compute=None,
+        expert_profile=None,
         prefill_chunk=2048,
     )
 
@@ -50,10 +49,9 @@ def test_the_cache_takes_the_planned_bytes(make_family, name, kv_cache):
 @pytest.mark.parametrize("arch", ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"))
 def test_an_int8_cache_leaves_room_for_more_experts(arch):
     """The reserve shrinks by the half of the cache, less scales and one dequantized layer."""
-    args, length, batch = architecture(arch), 32768, 8
+    size = args, _, length, batch = architecture(arch), torch.bfloat16, 32768, 8
     reserve = {
-        kv_cache: offload_settings(options(kv_cache), args, torch.bfloat16, length, batch).reserve
-        for kv_cache in KV_CACHES
+        kv_cache: offload_settings(options(kv_cache), None, *size).reserve for kv_cache in KV_CACHES
     }
     model = build_model(args)
     plain, int8 = (

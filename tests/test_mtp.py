@@ -36,7 +36,7 @@ from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
-from runtime.fused_decode import fused_head
+from runtime.fused_head import fused_head
 from runtime.fused_layer import fused_layers
 from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
@@ -267,7 +267,7 @@ def test_drafts_are_those_of_transformers(name, make_headed, monkeypatch):
 def no_compiler(monkeypatch):
     """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

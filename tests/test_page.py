@@ -101,6 +101,9 @@ class ScriptedServer:
         return found
 
 
+CONTINUED = "(continued)"  # the key of a reply that continues the last message
+
+
 class Handler(BaseHTTPRequestHandler):
     scripted: ScriptedServer
 
@@ -134,7 +137,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.scripted.requests.append(body)
-        reply = self.scripted.replies[body["messages"][-1]["content"]]
+        asked = body["messages"][-1]["content"]
+        reply = self.scripted.replies[CONTINUED if body.get("continue_final_message") else asked]
         if isinstance(reply, list) and reply and isinstance(reply[0], tuple):
             status, error = reply.pop(0)
             return self.reply(status, json.dumps({"error": error}).encode(), "application/json")
@@ -521,18 +525,14 @@ def test_escape_stops_the_answer_and_continue_goes_on(page, serve):
     tokens = int(page.text("#status").split()[2])
     assert page.text("#context_text") == f"at least {tokens} of 4,096 tokens"
     kept = page.text(".answer")
-    server.replies = dict.fromkeys(
-        ["Continue exactly where your last message was cut off. Do not repeat any of it."],
-        content("the end"),
-    )
+    server.replies = {CONTINUED: content("the end")}
     page.click(".note button", "Continue")
     page.wait_for_the_end()
     assert page.text(".answer").startswith(kept.rstrip()) and "the end" in page.text(".answer")
-    assert [message["role"] for message in server.requests[1]["messages"]] == [
-        "user",
-        "assistant",
-        "user",
-    ]
+    request = server.requests[1]
+    assert [message["role"] for message in request["messages"]] == ["user", "assistant"]
+    assert request["messages"][1]["content"].rstrip() == kept.rstrip()
+    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
 
 
 def test_the_context_of_an_answer_without_usage_is_a_bound(page, serve):
@@ -708,9 +708,7 @@ def test_a_broken_connection_keeps_the_text(page, serve):
     assert "connection broke" in page.text(".assistant:last-child .note") and "Retry" in page.text(
         ".assistant:last-child .note"
     )
-    server.replies[
-        "Continue exactly where your last message was cut off. Do not repeat any of it."
-    ] = content(" and more")
+    server.replies[CONTINUED] = content(" and more")
     page.click(".note button", "Retry")
     page.wait_for_the_end()
     assert (

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("few_threads")
 def no_compiler(monkeypatch):
     """Sessions take their compiled paths, uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 def check(found: dict, greedy: bool) -> None:

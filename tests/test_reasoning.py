@@ -14,15 +14,10 @@ from runtime import reasoning
 from runtime.reasoning import ANSWER, HARMONY, REASONING, make_splitter
 from runtime.sampling import Sampling
 from runtime.text import TextSettings, TextStream
-from server.scheduler import AnswerWriter, Client, QueuedRequest
-from server.schema import (
-    ChatCompletionBody,
-    CompletionBody,
-    Finished,
-    Generation,
-    GenerationRequest,
-    ResponseBuilder,
-)
+from server.answers import Finished, ResponseBuilder
+from server.clients import AnswerWriter, Client, QueuedRequest
+from server.plan import Generation, GenerationRequest
+from server.schema import ChatCompletionBody, CompletionBody
 from tokenizer import Tokenizer, load_tokenizer
 
 THINK = "<think>", "</think>"

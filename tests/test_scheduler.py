@@ -1,12 +1,16 @@
 """The order in which a Scheduler begins answers, without a model."""
 
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from server.scheduler import QueuedRequest, Scheduler
-from server.schema import APIError, Finished
+from server.answers import Finished
+from server.clients import QueuedRequest
+from server.errors import APIError
+from server.scheduler import Scheduler
 
 RESULT = {"seconds": 1.0, "prompt_tokens": 1, "cached_tokens": 0, "new_tokens": 1, "ttft_s": 0.1}
 RESULT |= {"drafted": 0, "accepted": 0}
@@ -121,6 +125,38 @@ def test_the_time_limit_ends_all_answers_of_a_request():
     assert [event.index for event in driver.events["begun"]] == [0, 1, 2, 3, 4]
     (error,) = driver.events["waiting"]
     assert isinstance(error, APIError) and error.status == 503
+
+
+def test_a_drain_ends_running_requests_and_refuses_the_others():
+    driver = Driver(max_batch=2)
+    driver.ask("running", 3)
+    driver.begin()
+    driver.ask("waiting", 1)
+    driver.scheduler.drain(60)
+    with pytest.raises(APIError, match="the server is ending"):
+        driver.ask("late", 1)
+    assert driver.begin() == ([], 0)  # both rows are taken
+    (refused,) = driver.events["waiting"]
+    assert isinstance(refused, APIError) and refused.status == 503
+    driver.end(2)
+    assert driver.begin() == ([("running", 2)], 0) and not driver.scheduler.closed
+    driver.end()
+    assert next(driver.commands, None) is None and driver.scheduler.closed
+    assert [type(event) for event in driver.events["running"]] == [Finished] * 3
+
+
+def test_a_drain_ends_after_its_time_and_an_idle_one_at_once():
+    driver = Driver(max_batch=1)
+    driver.ask("running", 1)
+    driver.begin()
+    driver.scheduler.drain(0)
+    assert next(driver.commands, None) is None
+    (error,) = driver.events["running"]
+    assert isinstance(error, APIError) and error.status == 503
+    idle = Driver(max_batch=1)
+    threading.Timer(0.1, idle.scheduler.drain, [60]).start()
+    start = time.monotonic()
+    assert next(idle.commands, None) is None and time.monotonic() - start < 10
 
 
 def test_the_queues_limit_counts_requests_without_an_answer():

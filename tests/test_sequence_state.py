@@ -126,7 +126,7 @@ def open_session(kind: str, **options) -> Session:
 def no_compiler(monkeypatch):
     """Sessions take their compiled paths, with functions that are not compiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -34,16 +34,14 @@ from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
 from serve import bind, build_parser, check_options
 from server import connections
-from server.app import EventQueue, Mailbox, run_server, stream_chunks
-from server.schema import (
-    APIError,
-    ChatCompletionBody,
-    CompletionBody,
-    Finished,
-    Limits,
-    TextDelta,
-    read_request,
-)
+from server.answers import Finished, TextDelta
+from server.app import run_server
+from server.errors import APIError
+from server.messages import MessagesBody
+from server.plan import Limits, read_request
+from server.responses import ResponsesBody
+from server.schema import ChatCompletionBody, CompletionBody
+from server.streams import EventQueue, Mailbox, stream_chunks
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "def read_lines(path):\n"
@@ -350,7 +348,7 @@ def test_the_prefix_in_the_cache_is_reused(running):
     "options",
     (
         "--gpu_experts 2",
-        "--gpu_experts 4 --cache_policy lfu --prefetch 2",
+        "--gpu_experts 4 --offload_compute cpu",
         "--gpu_memory 35MB",
     ),
 )
@@ -359,17 +357,14 @@ def test_offloading_gives_the_same_text_and_is_counted(start, alone, options):
     assert running.metric("expert_hits_total") == 0
     found = running.complete(temperature=0, logprobs=0)
     assert found.choices[0].text == alone(PROMPT)["text"]
-    names = "hits", "guessed", "misses", "guesses", "bytes"
-    hits, guessed, misses, guesses, copied = [
-        running.metric(f"expert_{name}_total") for name in names
-    ]
+    names = "hits", "misses", "on_cpu", "bytes"
+    hits, misses, on_cpu, copied = [running.metric(f"expert_{name}_total") for name in names]
     decoded = 11 * 8 * 2  # tokens, layers, active experts
-    prompt = hits + guessed + misses - decoded
+    prompt = hits + misses + on_cpu - decoded
     assert 8 * 2 <= prompt <= 8 * 8 and hits < decoded + prompt
     size = running.session.model.layers[0].ffn.experts.storage.blobs.shape[1]
-    # Useless prefetches are copied in part only.
-    assert misses > 0 and misses * size <= copied <= (misses + guesses) * size
-    assert (guessed > 0) == (guesses > 0) == ("prefetch" in options)
+    assert misses > 0 and copied == misses * size
+    assert (on_cpu > 0) == ("cpu" in options)
     text = "".join(
         c.choices[0].text for c in running.complete("import", temperature=0, stream=True)
     )
@@ -383,6 +378,7 @@ def test_a_resident_model_has_no_expert_metrics(running):
 
 def test_metrics_are_counters_and_gauges(running):
     families = list(text_string_to_metric_families(httpx.get(f"{running.url}/metrics").text))
+    families = [family for family in families if not family.name.startswith("vllm:")]
     types = {family.name.removeprefix("moe_fast_"): family.type for family in families}
     assert types.pop("waiting") == types.pop("running") == "gauge" and set(types.values()) == {
         "counter"
@@ -752,7 +748,11 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"max_tokens": True}, "max_tokens True"),
         ({"top_k": 10**400}, "top_k 1000"),
         ({"stop": [""]}, "stop must be"),
-        ({"stop": ["a"] * 5}, "stop must be"),
+        ({"stop": ["a"] * 17}, "stop must be"),
+        ({"min_tokens": -1}, "min_tokens -1: it must be a whole number from 0"),
+        ({"max_tokens": -2}, "max_tokens -2: it must be a whole number from 1"),
+        ({"suffix": "x"}, "no tokens for fill-in-the-middle"),
+        ({"suffix": "x", "prompt": [5]}, "suffix needs a prompt that is a text"),
         ({"stop": "a" * 501}, "stop must be"),
         ({"prompt": ""}, "there is no prompt"),
         ({"prompt": ["a"] * 65}, "65 prompts in one request: send up to 64"),
@@ -764,7 +764,8 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"logit_bias": {"5": 101}}, "logit_bias must be"),
         ({"logit_bias": {"4096": 1}}, "logit_bias: token ids must be from 0 to 4095"),
         ({"logit_bias": {"x": 1}}, "logit_bias: token ids must be"),
-        ({"echo": True}, "echo is not supported"),
+        ({"echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
+        ({"echo": 1}, "echo 1: it must be true or false"),
         ({"stream": 1}, "stream 1: it must be true or false"),
         (
             {
@@ -1003,7 +1004,10 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
+PATHS = ("completions", "chat/completions", "responses", "messages", "messages/count_tokens")
 NAMES = sorted({*CompletionBody.model_fields, *ChatCompletionBody.model_fields})
+OTHERS = {*ResponsesBody.model_fields, *MessagesBody.model_fields}
+ALL_OPTIONS = sorted({*NAMES, *OTHERS} - {"prompt", "messages", "input"})
 OPTIONS = [name for name in NAMES if name not in ("prompt", "messages")]
 
 
@@ -1034,14 +1038,23 @@ def test_every_body_becomes_a_request_or_an_api_error(tokenizer, fields, chat, v
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.dictionaries(st.sampled_from(OPTIONS), JUNK, max_size=3),
+    st.sampled_from(PATHS),
+    st.dictionaries(st.sampled_from(ALL_OPTIONS), JUNK, max_size=3),
     st.binary(max_size=20),
     st.booleans(),
 )
-def test_no_body_stops_the_server(running, fields, noise, raw):
-    body = noise if raw else json.dumps({"prompt": "x", "max_tokens": 2, **fields}).encode()
-    found = running.post(content=body, headers={"Content-Type": "application/json"})
+def test_no_body_stops_the_server(running, path, fields, noise, raw):
+    messages = [{"role": "user", "content": "x"}]
+    required = {"prompt": "x", "input": "x", "messages": messages, "max_output_tokens": 2}
+    if path != "responses":
+        required["max_tokens"] = 2
+    body = noise if raw else json.dumps(required | fields).encode()
+    found = running.post(path, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code in (200, 400)
+    if found.status_code == 400:
+        body = found.json()
+        assert body["error"]["message"] and body["error"]["type"] == "invalid_request_error"
+        assert (body.get("type") == "error") == path.startswith("messages")
     assert httpx.get(f"{running.url}/health").status_code == 200
 
 
@@ -1170,7 +1183,7 @@ def command(*arguments: str, **options) -> subprocess.Popen:
         ("--port 70000", "--port 70000: it must be from 0 to 65535"),
         ("--time_limit nan", "--time_limit nan: it must be above 0"),
         ("--prefill_chunk 0", "--prefill_chunk 0: it must be at least 1"),
-        ("--prefetch 2", "--prefetch is about experts in host memory: add --offload"),
+        ("--gpu_experts 2", "--gpu_experts is about experts in host memory: add --offload"),
     ),
 )
 def test_bad_options_are_refused(arguments, message, monkeypatch):
@@ -1243,20 +1256,20 @@ def listening(process: subprocess.Popen) -> str:
     raise AssertionError("it does not listen")
 
 
+def start_command(directory, *options) -> subprocess.Popen:
+    arguments = "--checkpoint_path", str(directory), "--port", "0", "--max_seq_len", "4096"
+    return command("serve.py", *arguments, *options, cwd=ROOT)
+
+
 @pytest.mark.parametrize(
-    "number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow))
+    ("number", "options"),
+    (
+        (signal.SIGINT, ()),
+        pytest.param(signal.SIGTERM, ("--drain", "0.5"), marks=pytest.mark.slow),
+    ),
 )
-def test_ctrl_c_during_an_answer_exits_cleanly(directory, number):
-    server = command(
-        "serve.py",
-        "--checkpoint_path",
-        str(directory),
-        "--port",
-        "0",
-        "--max_seq_len",
-        "4096",
-        cwd=ROOT,
-    )
+def test_ctrl_c_during_an_answer_exits_cleanly(directory, number, options):
+    server = start_command(directory, *options)
     try:
         # Greedy: a sampled answer may end before its limit.
         request = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "stream": True}
@@ -1268,6 +1281,49 @@ def test_ctrl_c_during_an_answer_exits_cleanly(directory, number):
             assert any("the server is ending" in line for line in lines)
         output, errors = server.communicate(timeout=30)
         assert server.returncode == 0 and output == "" and "Traceback" not in errors
+    finally:
+        server.kill()
+
+
+def test_a_drain_ends_the_answer_and_then_the_server(directory, slowly):
+    running = Running(directory)
+    try:
+        chunks = running.complete(max_tokens=20, temperature=0, stream=True)
+        next(chunks)
+        running.scheduler.drain(60)
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="the server is ending"):
+            running.complete()
+        assert list(chunks)[-1].choices[0].finish_reason == "length"
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+    finally:
+        running.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", (False, True))
+def test_sigterm_lets_a_running_answer_end(directory, twice):
+    server = start_command(directory, "--drain", "60")
+    try:
+        request = {"prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True}
+        base = listening(server)
+        url = base + "/v1/completions"
+        with httpx.stream("POST", url, json=request, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{base}/health").status_code == 503)
+            late = httpx.post(url, json=request, timeout=60)
+            assert late.status_code == 503 and "ending" in late.json()["error"]["message"]
+            if twice:
+                server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert any("the server is ending" in line for line in rest) == twice
+        assert ("data: [DONE]" in rest) != twice
+        output, errors = server.communicate(timeout=30)
+        assert server.returncode == 0 and output == "" and "Traceback" not in errors
+        assert "draining" in errors
     finally:
         server.kill()
 

@@ -79,7 +79,7 @@ def plain(make_family):
 def no_compiler(monkeypatch):
     """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("runtime.session_steps.configure_inductor", lambda: None)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
 
 
 # Greedy -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="ops/ needs triton")
 
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
+from tests.prompts_without_gpu import prompt_errors, reorders_rows
 from tests.token_draw_without_gpu import run as draw
 
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
@@ -67,3 +68,22 @@ def test_the_draw_of_a_token():
 def test_the_grouped_product_of_a_prompt():
     """Rows of three experts, of which one has none."""
     assert plain_error((5, 0, 20), 40, 64, torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "layers"),
+    (
+        ("qwen3_moe", FORMAT, 1),  # norms of heads
+        ("olmoe", FORMAT, 1),  # norms over all heads, clip
+        ("gpt_oss", "mxfp4", 1),  # biases, sinks, another activation
+    ),
+)
+def test_two_chunks_of_a_long_prompt(family, format, layers):
+    """Heads, norms, the choice, rows of pairs, the activation, sums."""
+    found = prompt_errors(family, format, layers)
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
+@pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
+def test_rows_are_put_into_the_order_of_a_product(format):
+    assert reorders_rows(format)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server.schema import APIError, Limits, read_request
+from server.errors import APIError
+from server.plan import Limits, read_request
 from server.tokenizing import TIME_LIMIT, TokenizerPool, TokenizerUnavailableError
 from tokenizer import load_tokenizer
 

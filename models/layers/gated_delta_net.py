@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
 from models.tensors import Recipes, copy_of
-from ops.attention.delta import delta_tokens, delta_tokens_supports
+from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
 from ops.attention.delta_pending import last_inputs, take_in_pending
 from ops.attention.delta_prompt import (
     causal_conv_silu,
@@ -175,6 +175,7 @@ class DeltaNet(nn.Module):
     """[B, Q, D] -> same, in place of an attention layer. args: models.layers.gated_hybrid."""
 
     window = None
+    reads_masks = False
     fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
     projections = ("wqkvz", "wba"), "wout"  # inputs and output; `core` is between them
 
@@ -213,27 +214,35 @@ class DeltaNet(nn.Module):
 
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """The joined results of both projections [B, Q, N + H Cv + 2 H] -> [B, Q, H Cv]."""
+        return self.mix(*self.split(projected), context)
+
+    def split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         heads = 2 * self.sizes.value_heads
-        qkvz, ba = projected.split((projected.shape[-1] - heads, heads), dim=-1)
-        return self.mix(qkvz, ba, context)
+        return projected.split((projected.shape[-1] - heads, heads), dim=-1)
+
+    def is_few(self, projected: Tensor, context: Context) -> bool:
+        return projected.shape[1] <= MAX_TENTATIVE and context.chunk is None
+
+    def takes(self, projected: Tensor, context: Context) -> bool:
+        """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
+        return self.is_few(projected, context) and kernels_support(self.state.state)
+
+    def fused_core(self, projected: Tensor, context: Context) -> Tensor:
+        """`core` by kernels alone, without the compiler."""
+        return self.mix_few(*self.split(projected), context)
+
+    def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
+        """`mix` of a few tokens, by kernels."""
+        memory, weights = self.state, [*self.weights()]
+        place = context.positions, context.last, memory.arrivals, self.sizes.key_heads
+        tokens = qkvz, ba, memory.state, memory.pending(), weights
+        return self.in_order(delta_tokens(*tokens, *place, self.norm.eps))
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
-        H, Cv, memory, Q = self.sizes.value_heads, self.sizes.value_dim, self.state, qkvz.shape[1]
-        if Q <= MAX_TENTATIVE and context.chunk is None and delta_tokens_supports(memory.state):
-            y = delta_tokens(
-                qkvz,
-                ba,
-                memory.state,
-                memory.pending(),
-                [*self.weights()],
-                context.positions,
-                context.last,
-                memory.arrivals,
-                self.sizes.key_heads,
-                self.norm.eps,
-            )
-            return self.in_order(y)
+        H, Cv, memory = self.sizes.value_heads, self.sizes.value_dim, self.state
+        if self.is_few(qkvz, context) and delta_tokens_supports(memory.state):
+            return self.mix_few(qkvz, ba, context)
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         y = memory.append(DeltaInputs(x, ba, self.weights()), context)
         gate = gate.unflatten(-1, (H, Cv))

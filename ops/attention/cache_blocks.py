@@ -10,23 +10,31 @@ Letters: M rows of a tile, C head dim, WIDTH: C, or C / 2 units of an int8 cache
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.attention.heads import int8_codes, int8_scale
-from ops.attention.softmax import weigh
+from ops.attention.softmax import dot, weigh
 from ops.launch import jit, tl
 from ops.products.units import shift_right, signed_bytes
 
 
 @jit
-def load_block(entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_block(
+    entries, scales, begin, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr
+):
     """Load keys or values [BLOCK, WIDTH] from position `begin`, and their scales [BLOCK].
 
     From position `end` on both are 0. Without scales (None) they are 1.0: Triton 3.6 returns no
-    None within a tuple.
+    None within a tuple. RING: slots of a ring, 0 if the cache is none.
     """
     key = begin + tl.arange(0, BLOCK)
-    at = key[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    slot = key
+    if RING > 0:
+        slot = begin % RING + tl.arange(0, BLOCK)
+        slot = tl.where(slot < RING, slot, slot - RING)
+        if RING % 16 == 0 and scales is not None:  # as `KernelSettings.align`: loaded as vectors
+            slot = tl.max_contiguous(tl.multiple_of(slot, 16), 16)
+    at = slot[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     block = tl.load(entries + at, mask=(key < end)[:, None], other=0)
     if scales is not None:
-        scale = tl.load(scales + key, mask=key < end, other=0.0).to(tl.float32)
+        scale = tl.load(scales + slot, mask=key < end, other=0.0).to(tl.float32)
     else:
         scale = 1.0
     return block, scale
@@ -72,17 +80,17 @@ def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: t
     row_max, row_sum, accs = softmax
     dtype: tl.constexpr = queries[0].dtype
     k, v = _operands(keys[0], dtype, INT8), _operands(values[0], dtype, INT8)
-    scores = tl.dot(queries[0], tl.trans(k[0]), input_precision="tf32x3")
+    scores = dot(queries[0], tl.trans(k[0]))
     if INT8:
-        scores = tl.dot(queries[1], tl.trans(k[1]), acc=scores, input_precision="tf32x3")
+        scores = dot(queries[1], tl.trans(k[1]), scores)
         scores *= keys[1][None, :]
     if SCALE != 1.0:
         scores *= SCALE
     value_scale = values[1] if INT8 else None
     weights, rescale, row_max, row_sum = weigh(scores, row_max, row_sum, value_scale, seen, dtype)
-    even = tl.dot(weights, v[0], acc=accs[0] * rescale, input_precision="tf32x3")
+    even = dot(weights, v[0], accs[0] * rescale)
     if INT8:
-        odd = tl.dot(weights, v[1], acc=accs[1] * rescale, input_precision="tf32x3")
+        odd = dot(weights, v[1], accs[1] * rescale)
         accs = (even, odd)
     else:
         accs = (even,)

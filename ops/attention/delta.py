@@ -44,6 +44,7 @@ from ops.attention.delta_state import (
     tile_places,
     with_even_rows,
 )
+from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 
 WHOLE_HEADS = 8  # most tokens of `_update_heads`
@@ -272,7 +273,7 @@ def _update_heads(
 NAMES = "_update_heads", "_update_states", "_finish_tokens"
 
 
-@torch.library.custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
+@custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
 def delta_tokens(
     qkvz: Tensor,
     ba: Tensor,

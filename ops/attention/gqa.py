@@ -34,6 +34,7 @@ from ops.attention.gqa_settings import (
     AttentionSettings,
     HeadWeights,
     KernelSettings,
+    Place,
     Results,
     Stored,
     decode_settings,
@@ -43,10 +44,11 @@ from ops.attention.gqa_settings import (
 )
 from ops.attention.softmax import PROGRAMS
 from ops.gpu import gpu_of
+from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
 
 
-@torch.library.custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
+@custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
 def attend_tokens(
     qkv: Tensor,
     rope: Tensor,
@@ -58,6 +60,7 @@ def attend_tokens(
     sinks: Tensor | None,
     settings: str,
     reach: int | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their keys and values -> [B, Q, H * C].
 
@@ -66,8 +69,10 @@ def attend_tokens(
     cache and scales as of `Stored`, q_norm, k_norm and sinks as of `HeadWeights`. Padding is
     computed as any other token, and its keys and values are stored.
 
-    reach: a bound of the positions: all that count are less. None: S. Tokens from there on are
-    stored, but what they attend to is undefined.
+    reach: a bound of the positions: all that count are less. None: they may be any. Tokens from
+    there on are stored, but what they attend to is undefined.
+    last: int64 [B], each sequence's last token that is stored; None: all are. A cache with fewer
+    positions than a sequence is a ring (ops/plain/ring.py), which padding must not overwrite.
     """
     (B, Q), layer = qkv.shape[:2], decode_settings(settings)
     K, C = layer.kv_heads, layer.head_dim
@@ -81,7 +86,7 @@ def attend_tokens(
     stored = Stored(cache if scales is None else cache.view(torch.int16), scales)
     weights, qkv = HeadWeights(q_norm, k_norm, sinks), qkv.contiguous()
     numbers = qkv.new_empty(0, dtype=torch.float32)
-    args = qkv, rope, positions, weights, stored
+    args = qkv, rope, Place(positions, last), weights, stored
     divisions = divide(qkv, stored, layer, rope.shape[-1], reach)
     candidates = ((s, {"warps": WARPS}) for s in divisions)
     found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers))
@@ -97,7 +102,9 @@ def attend_tokens(
 
 
 @attend_tokens.register_fake
-def _(qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None) -> Tensor:
+def _(
+    qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None, last=None
+) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)
 
@@ -117,7 +124,8 @@ def attend_int8(
     y, sums = empty_parts(q, codes)
     layer = AttentionSettings(H, K, C, 0, C**-0.5, window=window)
     stored, results = Stored(codes.view(torch.int16), scales), Results(None, y, sums)
-    args = q.contiguous(), None, positions.contiguous(), HeadWeights(), stored, results
+    place = Place(positions.contiguous(), None)
+    args = q.contiguous(), None, place, HeadWeights(), stored, results
     # Without PDL: the kernel waits for nothing.
     options = {"warps": 4 if H // K * Q <= 16 else 8, "pdl": False}
     candidates = int8_settings(layer, Q, S, rows, y.shape[2])

@@ -16,7 +16,7 @@ from ops.attention.heads import (
     load_value,
     prefetch,
 )
-from ops.attention.softmax import finish_softmax, online_softmax
+from ops.attention.softmax import dot, finish_softmax, online_softmax
 from ops.launch import await_previous, jit, tl
 
 
@@ -99,7 +99,7 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     C: tl.constexpr = a.head_dim
     T: tl.constexpr = s.own_rows
     Q: tl.constexpr = s.queries
-    sequence, program, part, start = place
+    sequence, program, part, start, stored = place
     query, head, token, is_row = rows
     kv_head, t, c = program // s.splits, tl.arange(0, T), tl.arange(0, C)[None, :]
     own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected * C
@@ -122,9 +122,12 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     dtype: tl.constexpr = qkv.dtype.element_ty
     x, key = keep_layout(x * a.scale).to(dtype), keep_layout(key).to(dtype)
     is_first = (program % s.splits == 0) & (part == 0)
-    is_stored, position = (t < tl.where(is_first, Q, 0))[:, None], (start + t)[:, None]
-    key = append(cache[0], cache[1], key, position, is_stored, C)
-    value = append(cache[2], cache[3], value, position, is_stored, C)
+    is_stored, slot = (t < tl.where(is_first, stored, 0))[:, None], start + t
+    if s.ring > 0:
+        R: tl.constexpr = s.ring
+        slot %= R
+    key = append(cache[0], cache[1], key, slot[:, None], is_stored, C)
+    value = append(cache[2], cache[3], value, slot[:, None], is_stored, C)
     if Q == 1:
         row_max = tl.sum(x.to(tl.float32) * key.to(tl.float32), 1)
         row_max = tl.where(part == 0, row_max, float("-inf"))
@@ -133,11 +136,11 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     else:
         distance = query[:, None] - t[None, :]
         seen = (distance >= 0) & (distance < tl.where(part == 0, a.window, 0))
-        scores = tl.dot(x, tl.trans(key.to(dtype)), input_precision="tf32x3")
+        scores = dot(x, tl.trans(key.to(dtype)))
         scores = tl.where(seen, scores, float("-inf"))
         row_max = tl.full([s.rows], float("-inf"), tl.float32)
         weights, _, row_max, row_sum = online_softmax(scores, row_max, tl.zeros_like(row_max))
-        acc = tl.dot(weights.to(dtype), value.to(dtype), input_precision="tf32x3")
+        acc = dot(weights.to(dtype), value.to(dtype))
     return x, row_max, row_sum, acc
 
 
@@ -169,6 +172,10 @@ def _store_heads(y, softmax, sink, gate, at, mask):
 def _prefetch_block(cache, begin, end, s: tl.constexpr):
     """Prefetch keys and values from position `begin` on into L2."""
     count = tl.minimum(end - begin, s.tile.block)
+    if s.ring > 0:  # up to the ring's end
+        R: tl.constexpr = s.ring
+        begin %= R
+        count = tl.minimum(count, R - begin)
     if count > 0:
         row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
         prefetch(cache[0] + begin * s.width, count * row_bytes)
@@ -182,13 +189,13 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
 
     cache: keys, their scales, values, their scales, of the program's KV head.
     """
-    sequence, program, part, parts, start, first, end = place
+    sequence, program, part, parts, start, first, end, stored = place
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
     first += part * BLOCK
-    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK)
-    values = load_block(cache[2], cache[3], first, end, s.width, BLOCK)
+    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
+    values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
     if PDL and s.loops and s.tile.block == BLOCK:
         _prefetch_block(cache, first + parts * BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
@@ -203,7 +210,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
             gate = tl.load(gates + c)
         else:
             gate = None
-        call = sequence, program, part, start
+        call = sequence, program, part, start, stored
         x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
         x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
@@ -215,8 +222,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     STAGES: tl.constexpr = s.tile.stages
     if s.loops and s.tile.block == BLOCK:
         for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
-            keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK)
-            values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK)
+            keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK, s.ring)
+            values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK, s.ring)
             softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
@@ -236,14 +243,16 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
 # head, over every `parts`-th block of older positions. Row r is query r // EACH of head r % EACH.
 # Programs of the first parts start first: the others may have nothing to do.
 @jit
-def attend_kernel(
-    qkv, rope, positions, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr
-):
+def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr):
     program, part = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
-    start, first, end, parts = find_parts(positions, sequence, s)
+    start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
+    if at.last is not None:
+        count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
+    else:
+        count_stored = s.queries
     pair = sequence * s.layer.kv_heads + program // s.splits
     keys, values = pair * s.length, s.entries + pair * s.length
     if stored.scales is not None:
@@ -252,7 +261,7 @@ def attend_kernel(
         scales = None, None
     keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
-    place = sequence, program, part, parts, start, first, end
+    place = sequence, program, part, parts, start, first, end, count_stored
     BLOCK: tl.constexpr = s.tile.block
     count = end - first
     is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)

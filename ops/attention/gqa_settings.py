@@ -83,6 +83,13 @@ class HeadWeights(NamedTuple):
     sinks: Tensor | None = None  # [H]: a score more, whose value is 0
 
 
+class Place(NamedTuple):
+    """Where the call's tokens are stored."""
+
+    positions: Tensor  # int64 [B, Q], consecutive
+    last: Tensor | None = None  # int64 [B]: the last token that is stored; None: all are
+
+
 class Stored(NamedTuple):
     """A KV cache [2, rows, K, S, C], of which the first B rows are used.
 
@@ -178,6 +185,11 @@ class KernelSettings:
         own = 0 if self.appends else self.queries
         longest = min(self.longest, self.layer.window + self.align - 2 + own)
         return longest > self.tile.block * self.bodies
+
+    @property
+    def ring(self) -> int:
+        """Slots of a cache in which position p may be in slot p % S, else 0."""
+        return self.length if self.layer.window < self.length else 0
 
     @property
     def columns(self) -> int:

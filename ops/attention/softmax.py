@@ -19,6 +19,13 @@ PROGRAMS = 2  # for each multiprocessor, at most, so that loads overlap arithmet
 
 
 @jit
+def dot(x, y, acc=None):
+    """Multiply on tensor cores and add acc; fp32 as three products of tf32 where there are such."""
+    PRECISION: tl.constexpr = "tf32x3" if tl.target_info.is_cuda() else "ieee"
+    return tl.dot(x, y, acc, input_precision=PRECISION)
+
+
+@jit
 def online_softmax(scores, row_max, row_sum):
     """Add one block of positions to a running softmax (Milakov & Gimelshein 2018, algorithm 3).
 

@@ -16,16 +16,29 @@ from ops.inductor import custom_op
 BLOCK = 128  # positions of a block, the unit in which `attend_blocks` reads a cache
 
 
-def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def causal_bias(
+    positions: Tensor,
+    length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    keys: Tensor | None = None,
+) -> Tensor:
     """Return each query's mask [B, Q, length]: 0 for the positions that it sees, else -inf.
 
-    positions [B, Q]. window: the number of positions that a query sees, its own included.
+    positions [B, Q]. window: the number of positions that a query sees, its own included. keys
+    [B, N]: the positions of the keys, negative for none; the mask is [B, Q, N] then. None: from 0.
     """
-    distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
-    visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
+    own = torch.arange(length, device=positions.device) if keys is None else keys.unsqueeze(1)
+    visible = is_visible(positions.unsqueeze(-1), own, window)
     return torch.where(visible, 0.0, float("-inf")).to(dtype)
+
+
+def is_visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Whether a query at one position sees the key at another: bool."""
+    distance = query - key
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window) & (key >= 0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -85,13 +98,12 @@ def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
     """Find the blocks of a cache that queries at rising positions [B, Q] see.
 
-    Return `model.Mask.blocks`: the number of those blocks, int32 [B, 1, 1], and their indices,
-    int32 [B, 1, 1, length / BLOCK], padded by any.
+    length: slots of the cache, which may be a ring. Return `model.Mask.blocks`: the number of those
+    blocks, int32 [B, 1, 1], and their indices, int32 [B, 1, 1, length / BLOCK], padded by any.
     """
     first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
-    order = first + torch.arange(length // BLOCK, device=positions.device)
-    order = order.clamp(max=length // BLOCK - 1)
-    count = positions[:, -1:] // BLOCK + 1 - first
+    order = (first + torch.arange(length // BLOCK, device=positions.device)) % (length // BLOCK)
+    count = (positions[:, -1:] // BLOCK + 1 - first).clamp(max=length // BLOCK)
     return count.to(torch.int32).unsqueeze(-1), order.to(torch.int32)[:, None, None]
 
 
@@ -108,12 +120,16 @@ def attend_blocks(
     """Attend with few queries over a long cache, reading only the blocks in use -> as `attend`.
 
     Call it in compiled code only: eager FlexAttention computes all scores. blocks: from
-    `blocks_in_use`. return_lse: return also the log-sum-exp of each query's scores, fp32 [B, H, Q].
+    `blocks_in_use`. With a window the cache may be a ring. return_lse: return also the log-sum-exp
+    of each query's scores, fp32 [B, H, Q].
     """
+    slots, newest = k.shape[2], positions[:, -1]
 
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = positions[b, query] - key
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    def visible(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        if window is None or window >= slots:
+            return is_visible(positions[b, query], slot, window)
+        key = newest[b] - (newest[b] - slot) % slots  # `ring.slot_positions`
+        return is_visible(positions[b, query], key, window)
 
     mask = BlockMask.from_kv_blocks(
         *blocks,
@@ -153,13 +169,24 @@ def attend_chunk(
     q [Q, H, C] are the last Q positions of k and v [K, S, C]. A custom operator, since SDPA takes a
     causal_lower_right bias only outside of compiled code.
     """
-    (Q, _, C), S, mask = q.shape, k.shape[1], None
+    Q, S, mask = len(q), k.shape[1], None
     if window is not None and window < S:  # drop positions that the first query does not see
         k, v = (t[:, max(0, S - Q - window + 1) :] for t in (k, v))
-        distance = torch.arange(k.shape[1] - Q, k.shape[1], device=q.device).unsqueeze(1)
-        distance = distance - torch.arange(k.shape[1], device=q.device)
-        mask = (distance >= 0) & (distance < window)
+        if 2 * window < Q:
+            return attend_window(q, k, v, window, sinks)
+        mask = window_mask(Q, k.shape[1], window, q.device)
     q, k, v = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    return attend_masked(q, k, v, mask, sinks)[0].transpose(0, 1).flatten(1).contiguous()
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """q [B, H, Q, C], k and v [B, K, S, C], the last Q positions of which are q's -> [B, H, Q, C].
+
+    mask: bool [Q, S] or [B, 1, Q, S]; None: each query sees all positions up to its own.
+    """
+    Q, C = q.shape[-2:]
     if sinks is not None:
         q, k, v = append_sink(q, k, v, sinks.view(-1, 1, 1))
         mask = None if mask is None else F.pad(mask, (1, 0), value=True)
@@ -169,7 +196,31 @@ def attend_chunk(
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=True, scale=C**-0.5
     )
-    return y[0, ..., :C].transpose(0, 1).flatten(1).contiguous()
+    return y[..., :C]
+
+
+def window_mask(Q: int, S: int, window: int, device: torch.device) -> Tensor:
+    """Return which of S positions each of the last Q sees, of `window`, its own included."""
+    distance = torch.arange(S - Q, S, device=device).unsqueeze(1) - torch.arange(S, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+    """`attend_chunk` of many more queries than a window has positions.
+
+    Queries are divided into blocks as long as the window. A block sees itself and the positions of
+    one more block before it: SDPA with one mask would multiply all queries with all keys.
+    """
+    (Q, H, C), blocks = q.shape, -(-q.shape[0] // window)
+    # The first block's positions before k are padding, and so are the last block's own queries.
+    rest, before = blocks * window - Q, window - (k.shape[1] - Q)
+    q = F.pad(q, (0, 0, 0, 0, 0, rest)).view(blocks, window, H, C).transpose(1, 2)
+    k, v = (F.pad(t, (0, 0, before, rest)).unfold(1, 2 * window, window) for t in (k, v))
+    k, v = (t.permute(1, 0, 3, 2) for t in (k, v))  # [blocks, K, 2 * window, C]
+    mask = window_mask(window, 2 * window, window, q.device).repeat(blocks, 1, 1, 1)
+    mask[0, ..., :before] = False
+    y = attend_masked(q, k, v, mask, sinks).transpose(1, 2).reshape(-1, H * C)
+    return y[:Q].contiguous()
 
 
 @attend_chunk.register_fake

@@ -36,6 +36,7 @@ from ops.launch import jit, tl
 from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits, iq4_table
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
+from ops.products.plain_words import dot_bytes, dot_looked_up, dot_nibbles
 from ops.products.units import first_byte, half, scale_and_min, second_byte
 
 # Scales and zeros ---------------------------------------------------------------------------------
@@ -117,19 +118,22 @@ def row_scale(weights, rows, s):
 @jit
 def _add_bytes(word, x, total):
     """Add one word's dot product to `total`: four signed bytes times four int16 in an int64."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 x<2>, sum;
-        mov.b64 {x0, x1}, $2;
-        dp2a.lo.s32.s32 sum, x0, $1, $3;
-        dp2a.hi.s32.s32 $0, x1, $1, sum;
-        }""",
-        "=r,r,l,r",
-        (word, x, total),
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x<2>, sum;
+            mov.b64 {x0, x1}, $2;
+            dp2a.lo.s32.s32 sum, x0, $1, $3;
+            dp2a.hi.s32.s32 $0, x1, $1, sum;
+            }""",
+            "=r,r,l,r",
+            (word, x, total),
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return dot_bytes(word, x, total, True)
 
 
 @jit
@@ -139,24 +143,27 @@ def _add_word(word, x_even, x_odd, even, odd):
     even: the sum of x times code over the even fields of words. odd: 16 times that sum over the
     odd fields. x_even, x_odd: four int16 in an int64.
     """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 x<4>, bytes<2>, sum<2>;
-        mov.b64 {x0, x1}, $3;
-        mov.b64 {x2, x3}, $4;
-        and.b32 bytes0, $2, 0x0F0F0F0F;
-        and.b32 bytes1, $2, 0xF0F0F0F0;
-        dp2a.lo.s32.u32 sum0, x0, bytes0, $5;
-        dp2a.lo.s32.u32 sum1, x2, bytes1, $6;
-        dp2a.hi.s32.u32 $0, x1, bytes0, sum0;
-        dp2a.hi.s32.u32 $1, x3, bytes1, sum1;
-        }""",
-        "=r,=r,r,l,l,r,r",
-        (word, x_even, x_odd, even, odd),
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x<4>, bytes<2>, sum<2>;
+            mov.b64 {x0, x1}, $3;
+            mov.b64 {x2, x3}, $4;
+            and.b32 bytes0, $2, 0x0F0F0F0F;
+            and.b32 bytes1, $2, 0xF0F0F0F0;
+            dp2a.lo.s32.u32 sum0, x0, bytes0, $5;
+            dp2a.lo.s32.u32 sum1, x2, bytes1, $6;
+            dp2a.hi.s32.u32 $0, x1, bytes0, sum0;
+            dp2a.hi.s32.u32 $1, x3, bytes1, sum1;
+            }""",
+            "=r,=r,r,l,l,r,r",
+            (word, x_even, x_odd, even, odd),
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return dot_nibbles(word, x_even, x_odd, even, odd)
 
 
 @jit
@@ -171,31 +178,34 @@ def _add_e2m1(word, x_low, x_high, low, high, table):
     table. The look-up of the other sign is therefore 0, and the sum of both is the result. (A sum,
     because additions run on another unit of the GPU than look-ups and shifts.)
     """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
-        mov.b64 {x0, x1}, $3;
-        mov.b64 {x2, x3}, $4;
-        xor.b32 other, $2, 0x88888888;
-        prmt.b32 above0, $7, $8, $2;
-        prmt.b32 below0, $9, $10, other;
-        shr.u32 upper, $2, 16;
-        shr.u32 other, other, 16;
-        prmt.b32 above1, $7, $8, upper;
-        prmt.b32 below1, $9, $10, other;
-        add.u32 above0, above0, below0;
-        add.u32 above1, above1, below1;
-        dp2a.lo.s32.u32 sum0, x0, above0, $5;
-        dp2a.lo.s32.u32 sum1, x2, above1, $6;
-        dp2a.hi.s32.u32 $0, x1, above0, sum0;
-        dp2a.hi.s32.u32 $1, x3, above1, sum1;
-        }""",
-        "=r,=r,r,l,l,r,r,r,r,r,r",
-        (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
+            mov.b64 {x0, x1}, $3;
+            mov.b64 {x2, x3}, $4;
+            xor.b32 other, $2, 0x88888888;
+            prmt.b32 above0, $7, $8, $2;
+            prmt.b32 below0, $9, $10, other;
+            shr.u32 upper, $2, 16;
+            shr.u32 other, other, 16;
+            prmt.b32 above1, $7, $8, upper;
+            prmt.b32 below1, $9, $10, other;
+            add.u32 above0, above0, below0;
+            add.u32 above1, above1, below1;
+            dp2a.lo.s32.u32 sum0, x0, above0, $5;
+            dp2a.lo.s32.u32 sum1, x2, above1, $6;
+            dp2a.hi.s32.u32 $0, x1, above0, sum0;
+            dp2a.hi.s32.u32 $1, x3, above1, sum1;
+            }""",
+            "=r,=r,r,l,l,r,r,r,r,r,r",
+            (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return dot_looked_up(word, x_low, x_high, low, high, table, 0)
 
 
 @jit

@@ -291,7 +291,7 @@ def gate_up_shared(
 
 
 def multiply_each(
-    x: Tensor,
+    x: Tensor | QuantizedX,
     weight: Weight,
     indices: Tensor,
     activation: Activation | None = None,
@@ -302,12 +302,14 @@ def multiply_each(
 ) -> Tensor:
     """Multiply x [M, D] by the weights [E, out, D] of given experts, N indices -> [N, out].
 
-    Pair n multiplies row n // (N // M) of x. activation: of gate and up, the halves of the
-    weight's rows -> [N, out / 2], as `gate_up`. The others: as of `gate_up`.
+    x may be a `QuantizedX` of this weight. Pair n multiplies row n // (N // M) of x. activation:
+    of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`. The others: as
+    of `gate_up`.
     """
-    check_rows("x", x, len(x), weight.width)
-    pairs = indices.numel()
-    pairs_of_row = pairs // len(x) if len(x) > 1 else 0
+    rows, pairs = len(x.operands if isinstance(x, QuantizedX) else x), indices.numel()
+    if isinstance(x, Tensor):
+        check_rows("x", x, rows, weight.width)
+    pairs_of_row = pairs // rows if rows > 1 else 0
     how = activation, dtype, tiles, pdl
     return _launch_each(x, weight, Chosen(indices), bias, how, pairs, pairs_of_row=pairs_of_row)
 

@@ -108,20 +108,25 @@ def token_sums(numbers, s: tl.constexpr):
 @jit
 def _multiply_bf16(x, norm):
     """Return x * norm as the sum of two bf16 numbers, two at a time."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 none, minus;
-        mov.b32 none, 0x80008000;
-        fma.rn.bf16x2 $0, $2, $3, none;
-        xor.b32 minus, $0, none;
-        fma.rn.bf16x2 $1, $2, $3, minus;
-        }""",
-        "=&r,=r,r,r",
-        (x, norm),
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 none, minus;
+            mov.b32 none, 0x80008000;
+            fma.rn.bf16x2 $0, $2, $3, none;
+            xor.b32 minus, $0, none;
+            fma.rn.bf16x2 $1, $2, $3, minus;
+            }""",
+            "=&r,=r,r,r",
+            (x, norm),
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        product = x.to(tl.float32) * norm.to(tl.float32)
+        first = product.to(tl.bfloat16)
+        return first, (product - first.to(tl.float32)).to(tl.bfloat16)
 
 
 @jit

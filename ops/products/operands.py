@@ -13,6 +13,7 @@ apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipel
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
+from ops.products.plain_words import add_pair
 
 # x of a chunk -------------------------------------------------------------------------------------
 
@@ -151,14 +152,17 @@ def _prepare_fp32(raw, norm, s):
 @jit
 def _add_pair(pair, total):
     """Add both int16 of a word to `total`."""
-    return tl.inline_asm_elementwise(
-        "dp2a.lo.s32.s32 $0, $1, 257, $2;",
-        "=r,r,r",
-        (pair, total),
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "dp2a.lo.s32.s32 $0, $1, 257, $2;",
+            "=r,r,r",
+            (pair, total),
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return add_pair(pair, total)
 
 
 @jit

@@ -44,73 +44,89 @@ def scale_and_min(pair, step):
 @jit
 def shift_right(units, COUNT: tl.constexpr):
     """Shift int16 units right by COUNT, two at a time; the upper bits become garbage."""
-    return tl.inline_asm_elementwise(
-        f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"shr.u32 $0, $1, {COUNT};", "=r,r", (units,), tl.int16, is_pure=True, pack=2
+        )
+    else:
+        return units >> COUNT
 
 
 @jit
 def signed_bytes(units):
     """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
     # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, sign, minus;
-        mov.b32 minus, 0xBF80BF80;
-        lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, sign, minus, low;
-        }""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, sign, minus;
+            mov.b32 minus, 0xBF80BF80;
+            lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, sign, minus, low;
+            }""",
+            "=r,r",
+            (units,),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return first_byte(units).to(tl.bfloat16)
 
 
 @jit
 def e4m3(units):
     """Convert the lower bytes of int16 units, e4m3 numbers, to bf16 / 256, two at a time."""
     # Shifted into the fields of a bf16 number, they are 2 ** -120 as large: multiply by 2 ** 112.
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 sign, bits, factor, none;
-        mov.b32 factor, {0x77807780};
-        mov.b32 none, 0x80008000;
-        shl.b32 sign, $1, 8;
-        shl.b32 bits, $1, 4;
-        and.b32 bits, bits, {0x07F007F0};
-        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, factor, none;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 sign, bits, factor, none;
+            mov.b32 factor, {0x77807780};
+            mov.b32 none, 0x80008000;
+            shl.b32 sign, $1, 8;
+            shl.b32 bits, $1, 4;
+            and.b32 bits, bits, {0x07F007F0};
+            lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+            fma.rn.bf16x2 $0, bits, factor, none;
+            }}""",
+            "=r,r",
+            (units,),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = (units & 0x80) << 8 | (units & 0x7F) << 7  # an fp16 number's, 2 ** -8 as large
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.bfloat16)
 
 
 @jit
 def e2m1(units, factor, K: tl.constexpr):
     """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 bits, sign, none;
-        mov.b32 none, 0x80008000;
-        {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 sign, $1, {12 - 4 * K};
-        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, $2, none;
-        }}""",
-        "=r,r,r",
-        (units, factor),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 bits, sign, none;
+            mov.b32 none, 0x80008000;
+            {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
+            and.b32 bits, bits, 0x01C001C0;
+            shl.b32 sign, $1, {12 - 4 * K};
+            lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+            fma.rn.bf16x2 $0, bits, $2, none;
+            }}""",
+            "=r,r,r",
+            (units, factor),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        code = units >> 4 * K
+        bits = (code & 8) << 12 | (code & 7) << 9  # an fp16 number's, 2 ** -14 as large
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return (number * factor.to(tl.float32) * 2.0**-112).to(tl.bfloat16)
 
 
 @jit
@@ -148,21 +164,24 @@ def pair_factors(pairs, DTYPE: tl.constexpr):
 @jit
 def int4(units, K: tl.constexpr):
     """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 bits, one, minus;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 minus, 0xC308C308;
-        shr.u32 bits, $1, {4 * K};
-        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, bits, one, minus;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 bits, one, minus;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 minus, 0xC308C308;
+            shr.u32 bits, $1, {4 * K};
+            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, bits, one, minus;
+            }}""",
+            "=r,r",
+            (units,),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return ((units >> 4 * K & 15) - 8).to(tl.float32).to(tl.bfloat16)
 
 
 @jit
@@ -171,23 +190,28 @@ def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
 
     Two at a time. high (`high_bits`): those of field K are from bit 8 (K / 2) + BITS (K % 2) on.
     """
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 bits, above, one, minus;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
-        shr.u32 bits, $1, {4 * K};
-        {"shl" if K < 2 else "shr"}.b32 above, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
-        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 bits, above, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, one, minus;
-        }}""",
-        "=r,r,r",
-        (units, high),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 bits, up, one, minus;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
+            shr.u32 bits, $1, {4 * K};
+            {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
+            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 bits, up, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
+            fma.rn.bf16x2 $0, bits, one, minus;
+            }}""",
+            "=r,r,r",
+            (units, high),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        above = high >> K // 2 * 8 + K % 2 * BITS & 2**BITS - 1
+        code = units >> 4 * K & 15 | above << 4
+        return (code - (8 << BITS)).to(tl.float32).to(tl.bfloat16)
 
 
 @jit
@@ -197,34 +221,37 @@ def iq4(units, K: tl.constexpr):
     Look-ups give 128 more than a negative number, or a positive one: below 128. Then 256 or 128 is
     subtracted from 128 more.
     """
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 codes, other, below, above, number, minus, one, table<4>;
-        mov.b32 one, 0xBF80BF80;
-        mov.b32 table0, 0x3F2D1801;
-        mov.b32 table1, 0x766A5D4F;
-        mov.b32 table2, 0x26190D01;
-        mov.b32 table3, 0x71594535;
-        shr.u32 codes, $1, {4 * K};
-        and.b32 codes, codes, 0x000F000F;
-        shr.u32 other, codes, 8;
-        or.b32 codes, codes, other;
-        xor.b32 other, codes, 0x88888888;
-        prmt.b32 below, table0, table1, codes;
-        prmt.b32 above, table2, table3, other;
-        or.b32 number, below, above;
-        shl.b32 minus, other, 4;
-        prmt.b32 minus, minus, minus, 0x4140;
-        lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, minus, one, number;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 codes, other, below, above, number, minus, one, table<4>;
+            mov.b32 one, 0xBF80BF80;
+            mov.b32 table0, 0x3F2D1801;
+            mov.b32 table1, 0x766A5D4F;
+            mov.b32 table2, 0x26190D01;
+            mov.b32 table3, 0x71594535;
+            shr.u32 codes, $1, {4 * K};
+            and.b32 codes, codes, 0x000F000F;
+            shr.u32 other, codes, 8;
+            or.b32 codes, codes, other;
+            xor.b32 other, codes, 0x88888888;
+            prmt.b32 below, table0, table1, codes;
+            prmt.b32 above, table2, table3, other;
+            or.b32 number, below, above;
+            shl.b32 minus, other, 4;
+            prmt.b32 minus, minus, minus, 0x4140;
+            lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, minus, one, number;
+            }}""",
+            "=r,r",
+            (units,),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return iq4_number(units >> 4 * K & 15, tl.float32).to(tl.bfloat16)
 
 
 @jit
@@ -300,50 +327,62 @@ def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def to_fp32(numbers):
     """Convert bf16 to fp32, two at a time."""
-    return tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
-        "=r,=r,r",
-        (numbers,),
-        tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            (numbers,),
+            tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return numbers.to(tl.float32)
 
 
 @jit
 def codes_plus_128(units, K: tl.constexpr, BITS: tl.constexpr):
     """Return 128 + field K of units, a code of 2 or 4 bits, as bf16, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 bits;
-        shr.u32 bits, $1, {BITS * K};
-        lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
-        }}""",
-        "=r,r",
-        (units,),
-        tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 bits;
+            shr.u32 bits, $1, {BITS * K};
+            lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
+            }}""",
+            "=r,r",
+            (units,),
+            tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        code = units >> BITS * K & 2**BITS - 1
+        return (128 + code).to(tl.float32).to(tl.bfloat16)
 
 
 @jit
 def codes_3_plus_128(units, thirds, K: tl.constexpr):
     """Return 128 + field K of 2 bits + its third bit as bf16, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
-        .reg .b32 low, high;
-        shr.u32 low, $1, {2 * K};
-        shr.u32 high, $2, {K // 4 * 8 + K % 4};
-        lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
-        lop3.b32 $0, high, 0x00040004, low, 0xEA;
-        }}""",
-        "=r,r,r",
-        (units, thirds),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 low, high;
+            shr.u32 low, $1, {2 * K};
+            shr.u32 high, $2, {K // 4 * 8 + K % 4};
+            lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
+            lop3.b32 $0, high, 0x00040004, low, 0xEA;
+            }}""",
+            "=r,r,r",
+            (units, thirds),
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        third = thirds >> K // 4 * 8 + K % 4 & 4
+        code = units >> 2 * K & 3 | third
+        return (128 + code).to(tl.float32).to(tl.bfloat16)
 
 
 @jit

@@ -4,8 +4,6 @@
 // also have reasoning, tool_calls, finish, error, usage, rate, count (tokens) and heat (Counts).
 // usage is {completion, total, reasoning}, of the server. isLeast: the total is what is certain.
 
-const CONTINUE = "Continue exactly where your last message was cut off. Do not repeat any of it.";
-
 /** Return an empty answer. */
 export function newAnswer() {
   return {role: "assistant", content: "", reasoning: "", tool_calls: [], count: 0};
@@ -19,7 +17,7 @@ export function isEmpty(message) {
 /** Return the body of the request for `answer`, the last message of a chat. */
 export function requestBody(chat, answer, model, settings) {
   const body = {
-    messages: requestMessages(chat, answer, model),
+    messages: requestMessages(chat, answer),
     stream: true,
     stream_options: {include_usage: true},
     routing: true,
@@ -28,10 +26,16 @@ export function requestBody(chat, answer, model, settings) {
   };
   if (settings.max_tokens) body.max_tokens = settings.max_tokens;
   if (settings.tools?.length) body.tools = settings.tools;
+  // The template leaves the last message open, so the model goes on within it.
+  if (goesOn(answer) && model.template)
+    Object.assign(body, {continue_final_message: true, add_generation_prompt: false});
   return body;
 }
 
-function requestMessages(chat, answer, model) {
+/** Whether the answer has text that a request continues. */
+const goesOn = answer => Boolean(answer.content) && !answer.tool_calls?.length;
+
+function requestMessages(chat, answer) {
   const messages = chat.system ? [{role: "system", content: chat.system}] : [];
   chat.messages.forEach((message, n) => {
     const next = chat.messages[n + 1];
@@ -39,19 +43,17 @@ function requestMessages(chat, answer, model) {
     const hasFailed =
       message.role === "user" && next?.role === "assistant" && next !== answer && isEmpty(next);
     if (!hasFailed && !(message.role === "assistant" && isEmpty(message)))
-      messages.push(sent(message));
+      messages.push(sent(message, message === answer));
   });
-  const goesOn = !isEmpty(answer);
-  if (goesOn && model.template) messages.push({role: "user", content: CONTINUE});
   return messages;
 }
 
-/** Return the fields of a message that the server reads. */
-function sent({role, content, reasoning, tool_calls: calls, tool_call_id: id}) {
+/** Return the fields of a message that the server reads. isOpen: the answer continues it. */
+function sent({role, content, reasoning, tool_calls: calls, tool_call_id: id}, isOpen) {
   // The chat template decides whether the model sees why it called a tool.
-  const reason = reasoning && {reasoning_content: reasoning};
-  const call = calls?.length && {tool_calls: calls, ...reason};
-  return {role, content, ...call, ...(id && {tool_call_id: id})};
+  const reason = reasoning && (calls?.length || isOpen) && {reasoning_content: reasoning};
+  const call = calls?.length && {tool_calls: calls};
+  return {role, content, ...reason, ...call, ...(id && {tool_call_id: id})};
 }
 
 /** Add a chunk of the stream to an answer and its Routing. */

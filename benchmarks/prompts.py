@@ -1,0 +1,117 @@
+"""Long prompts by kernels of ours and by PyTorch alone: the time to the first token, and logits.
+
+    python benchmarks/prompts.py Qwen3-30B-A3B:int4:8 gpt-oss-20b:mxfp4:6 --lengths 200 2048
+
+A case is a model, its number format, and how many of its layers to build. Random weights. The
+roofline is the larger of two times: the bytes of all weights (of a long prompt nearly every expert
+is chosen) at the measured bandwidth, and the products at PEAK, without attention and the head.
+"""
+
+import argparse
+import time
+
+import torch
+
+from benchmarks.cuda_timing import require_gpu
+from benchmarks.decode_speed import read_bandwidth
+from benchmarks.layer_times import read_case
+from cli.parser import Parser
+from model import Transformer
+from models.random_weights import (
+    RandomWeights,
+    architecture,
+    first_layers,
+    free_memory,
+    number_format,
+    random_prompt,
+)
+from runtime.loading import load_model
+from runtime.runner import EagerRunner
+from runtime.session import Session, SessionOptions
+from runtime.weights import stored_bytes
+
+PEAK = 790e12  # FLOP/s in bf16 of a large product on an H100 or H200
+
+
+def flops_of_token(model: Transformer) -> float:
+    """Return the products' additions and multiplications for a token, without attention's."""
+    total = 0
+    for block in model.layers:
+        for name, module in block.named_modules():
+            width = getattr(module, "width", None) or getattr(module, "in_features", None)
+            codes = getattr(module, "codes", getattr(module, "weight", None))
+            if codes is None or codes.dim() < 2:
+                continue
+            numbers = codes.shape[-2] * (width or codes.shape[-1])
+            is_expert = ".experts." in f".{name}"
+            total += 2 * numbers * (model.args.n_active if is_expert else 1)
+    return total
+
+
+def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> None:
+    arch, mode, layers = case
+    args = first_layers(architecture(arch), layers)
+    device = torch.device("cuda")
+    model = load_model(RandomWeights(args, number_format(mode, args)), device)
+    bandwidth = read_bandwidth(device)
+    print(f"{arch} {mode}, {layers} layers, {torch.cuda.get_device_name()}", flush=True)
+    for length in options.lengths:
+        prompt = random_prompt(args, length)
+        logits, times = {}, {}
+        for name in ("PyTorch", "kernels"):
+            session = Session(
+                model, length + 8, SessionOptions(compile=True, prefill_chunk=options.chunk)
+            )
+            if name == "PyTorch":
+                session.prefill_runner = EagerRunner(model)
+            found = []
+            for _ in range(options.repeats + 2):  # the second one is captured
+                session.reset()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for logits[name], *_ in session.prefill(0, prompt, 0):
+                    pass
+                torch.cuda.synchronize()
+                found.append(time.perf_counter() - start)
+            times[name] = sorted(found[2:])[options.repeats // 2]
+            del session
+        want, got = logits["PyTorch"].float(), logits["kernels"].float()
+        difference = ((got - want).norm() / want.norm()).item()
+        nbytes = sum(stored_bytes(block) for block in model.layers)
+        bound = max(nbytes / bandwidth, length * flops_of_token(model) / PEAK)
+        print(
+            f"{length:6} tokens: PyTorch {times['PyTorch'] * 1e3:8.2f} ms, kernels "
+            f"{times['kernels'] * 1e3:8.2f} ms, roofline {bound * 1e3:7.2f} ms "
+            f"({bound / times['kernels']:.2f}), difference of logits {difference:.1e}",
+            flush=True,
+        )
+    del model
+    free_memory(compiled=False)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__.partition("\n")[0],
+        (
+            "python benchmarks/prompts.py Qwen3-30B-A3B:int4:8 --lengths 200 2048",
+            "python benchmarks/prompts.py gpt-oss-20b:mxfp4:6 Qwen3.6-35B-A3B:int4:8",
+        ),
+    )
+    add = parser.add_argument
+    add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
+    add("--lengths", nargs="+", type=int, default=[200, 2048], metavar="N", help="of prompts")
+    add("--chunk", type=int, default=2048, metavar="N", help="tokens of a chunk (2048)")
+    add("--repeats", type=int, default=5, metavar="N", help="runs measured (5)")
+    return parser
+
+
+@torch.no_grad()
+def main() -> None:
+    options = (parser := build_parser()).parse_args()
+    require_gpu(parser)
+    for case in options.cases:
+        measure_case(case, options)
+
+
+if __name__ == "__main__":
+    main()

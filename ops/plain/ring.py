@@ -1,0 +1,84 @@
+"""The ring cache of a layer with a sliding window, in plain PyTorch.
+
+Position p is in slot p % R, where a later position replaces it. Three things write positions that
+are not a sequence's next ones, and R has slots for them: a call's own tokens, of which the first
+still sees a whole window; drafts that are refused; and tokens that a changed prompt takes back.
+Padding and idle rows write nothing: their positions may be anywhere.
+
+Letters: B sequences, Q tokens of each, K KV heads, R slots, C head dim.
+"""
+
+import torch
+from torch import Tensor
+
+RING_SPARE = 64  # slots beside the window: the most tokens of a call that reads the ring in place
+RING_MULTIPLE = 128  # slots are a multiple of it: `ops.plain.attention.BLOCK`
+
+
+def cache_slots(length: int, window: int | None) -> int:
+    """Return the slots of a layer's cache, for sequences of up to `length` positions."""
+    if window is None:
+        return length
+    return min(length, -(-(window + RING_SPARE) // RING_MULTIPLE) * RING_MULTIPLE)
+
+
+def slot_positions(newest: Tensor, slots: int) -> Tensor:
+    """Return the position in each slot, [..., slots], once `newest` [..., 1] is stored.
+
+    It is negative where there is none. Slots that no sequence has reached may be left out.
+    """
+    slot = torch.arange(slots, device=newest.device)
+    return newest - (newest - slot) % slots
+
+
+def ring_positions(positions: Tensor, slots: int, length: int) -> Tensor:
+    """Return the positions of the keys that `append_to_ring` returns, [B, N].
+
+    positions [B, Q]; slots: R; length: at least one more than all positions.
+    """
+    if (Q := positions.shape[1]) <= RING_SPARE:
+        return slot_positions(positions[:, -1:], min(slots, length))
+    before = slot_positions(positions[:, :1] - 1, min(slots, length - Q))
+    return torch.cat((before, positions), dim=1)
+
+
+def append_to_ring(
+    ring: Tensor, kv: Tensor, positions: Tensor, last: Tensor | None, length: int | None
+) -> Tensor:
+    """Store the real tokens of kv [B, Q, 2, K, C] in a ring [2, rows, K, R, C].
+
+    Return what the tokens read, [2, B, K, N, C]: the first `length` slots after that. More tokens
+    than RING_SPARE read the slots as they were before, and then the tokens, `length` in all at
+    most. positions [B, Q]; last [B]: each row's last real token, None: all are.
+    """
+    (B, Q), before = positions.shape, None
+    if Q > RING_SPARE:
+        slots = ring[:, :B, :, : None if length is None else length - Q]
+        before = torch.cat((slots, kv.permute(2, 0, 3, 1, 4)), 3)
+    store(ring, kv, torch.arange(B, device=kv.device).unsqueeze(1), positions, last)
+    return ring[:, :B, :, :length] if before is None else before
+
+
+def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor | None) -> Tensor:
+    """Store a prompt's chunk kv [1, Q, 2, K, C]; return what it reads, [2, K, N, C].
+
+    That is the window before the chunk or more, as far as there is one, then the chunk's tokens.
+    row int64 [1], end: as of `model.Chunk`. last: as of `append_to_ring`.
+    """
+    R, begin = ring.shape[3], end - kv.shape[1]
+    slots = torch.arange(begin - min(begin, R - RING_SPARE), begin, device=kv.device) % R
+    past = ring.index_select(1, row).squeeze(1).index_select(2, slots)
+    found = torch.cat((past, kv[0].permute(1, 2, 0, 3)), 2)
+    store(ring, kv, row, torch.arange(begin, end, device=kv.device).unsqueeze(0), last)
+    return found
+
+
+def store(ring: Tensor, kv: Tensor, rows: Tensor, positions: Tensor, last: Tensor | None) -> None:
+    """Store the real tokens of kv [B, Q, 2, K, C] at positions [B, Q] of rows [B, 1] or [1]."""
+    # A ring takes its own length of tokens: earlier ones would share slots with them.
+    newest, slots = kv[:, -ring.shape[3] :], positions[:, -ring.shape[3] :] % ring.shape[3]
+    if last is not None:
+        index = torch.arange(kv.shape[1], device=kv.device)[-ring.shape[3] :]
+        is_real = (index <= last.unsqueeze(1))[:, :, None, None, None]
+        newest = torch.where(is_real, newest, ring[:, rows, :, slots])
+    ring[:, rows, :, slots] = newest

@@ -1,0 +1,84 @@
+"""Compile a session's kernels before its first step, while its weights load.
+
+The helper of ops/compile_ahead.py starts with the loading, since importing Triton takes seconds.
+The session then names the launches of its steps, which are compiled side by side. A marker beside
+Triton's cache tells later runs that a launch is in there, and another that a model is.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ops.compile_ahead import Helper, cache_folder, signature
+from ops.gpu import Gpu
+from ops.launch import triton
+
+BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
+log = logging.getLogger("moe_fast")
+helper: list[Helper] = []  # that has been started, at most one
+remembered: list[Path] = []  # the marker of the model that is loaded
+
+
+def start() -> None:
+    """Start the helper, which imports Triton meanwhile."""
+    if not helper and triton is not None:
+        helper.append(Helper())
+
+
+def start_compiling(source, device: torch.device) -> None:
+    """Start the helper for a model that was not run with this cache, while its weights load.
+
+    source: as of `runtime.loading.load_model`.
+    """
+    if device.type != "cuda" or triton is None:
+        return
+    remembered[:] = [folder() / digest(f"{source.args} {source.format}")]
+    if not remembered[0].exists():
+        start()
+
+
+def stop() -> None:
+    """End the helper."""
+    while helper:
+        helper.pop().close()
+
+
+def folder() -> Path:
+    """Return the folder of markers, beside what Triton has compiled."""
+    return cache_folder() / "ahead"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def marker(task: str) -> Path:
+    """Return the file that says that a task is in Triton's cache."""
+    return folder() / digest(signature(task))
+
+
+def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
+    """Compile the tasks that no earlier run has compiled; return how many."""
+    markers = {task: marker(task) for task in tasks}
+    missing = [task for task in tasks if not markers[task].exists()]
+    if missing:
+        start()
+        folder().mkdir(parents=True, exist_ok=True)
+        begin, options = time.perf_counter(), {"leave": False, "disable": None}
+        with tqdm(total=len(missing), bar_format=BAR, **options) as progress:
+            for number, is_done in helper[0].compile(gpu, missing):
+                progress.update(1)
+                if is_done:
+                    markers[missing[number]].touch()
+        seconds = time.perf_counter() - begin
+        log.info(f"{len(missing)} kernels compiled side by side in {seconds:.1f} s")
+    for path in remembered:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    stop()
+    return len(missing)

@@ -1,0 +1,148 @@
+"""A long prompt's chunk: PyTorch's products and SDPA, and kernels of ours for what is between them.
+
+PyTorch alone takes about seventy kernels a layer, most of which read and write all rows of all
+experts once more. `torch.compile` fuses them, too, but compiles for half a minute
+(`--compile_prefill`).
+"""
+
+from torch import Tensor, nn
+
+from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
+from ops.attention.prompt_heads import KERNEL, prompt_heads
+from ops.declared import Routing, SumAdditions
+from ops.launch import can_launch
+from ops.plain.attention import attend_chunk
+from ops.products.fixed_join import fixed_add_norm
+from ops.products.prompt import grouped_mm
+from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
+from ops.products.routing import route
+from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_head import FusedHead
+from runtime.fused_layer import FusedLayer
+from runtime.plain_forms import settings_of, undeclared
+from runtime.runner import EagerRunner, without_broken_kernels
+
+ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens"
+FEWEST = 32  # tokens of a chunk; a shorter one is that of a test, or of a runner without kernels
+
+
+class ExpertRows:
+    """A stacked expert weight for rows sorted by expert: its product, without its bias."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.bias = module, getattr(module, "bias", None)
+        self.packed = hasattr(module, "column_order")
+
+    def columns(self, like: Tensor) -> Tensor | None:
+        """Return the order in which the product reads its x, as of `gather_rows`."""
+        return self.module.column_order(like) if self.packed else None
+
+    def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
+        if self.packed:
+            return self.module.multiply_ordered(x, group_ends)
+        return grouped_mm(x, self.module.weight, group_ends)
+
+
+class PromptLayer:
+    """A block for a chunk of a prompt. Raises ValueError for one that it does not compute."""
+
+    def __init__(self, block: Block, layer: FusedLayer):
+        if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
+            raise ValueError("several ranks sum by kernels of their own")
+        experts = block.ffn.experts
+        self.block, self.experts = block, layer.experts
+        self.attention = layer.attention.attention
+        self.resident = isinstance(experts, Experts)  # else in host memory
+        if self.resident:
+            self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
+        given = layer.experts.routing
+        self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
+        self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds()]
+
+    def adds(self) -> tuple[nn.Module, nn.Module]:
+        return self.block.add_attention, self.block.add_ffn
+
+    def attend(self, normed: Tensor, context: Context) -> Tensor:
+        """`Attention.forward` of a chunk, normed [1, T, D]."""
+        attention = self.attention
+        if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
+            return self.block.attention(normed, context)
+        projected = getattr(attention, attention.projection)(normed)[0]
+        norms = attention.norm_weights()
+        q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
+        k, v = attention.cache.append(kv.unsqueeze(0), context)
+        heads = attend_chunk(q, k, v, attention.window, attention.sinks)
+        if attention.gated:
+            heads = heads * projected[:, -heads.shape[1] :].sigmoid()
+        return attention.wo(heads.unsqueeze(0))
+
+    def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
+        ffn, active = self.block.ffn, self.routing.active
+        if not self.resident:
+            return ffn(x)
+        indices, weights = route(ffn.router(x).float(), self.routing)
+        given = ffn.expert_input(x)
+        order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
+        w13, w2 = self.w13, self.w2
+        experts = None if w13.bias is None else indices.flatten()[order]
+        rows = gather_rows(given, order, active, w13.columns(given))
+        both = w13.multiply(rows, group_ends)
+        activation, columns = self.experts.activation, w2.columns(given)
+        hidden = activate_rows(both, activation, w13.bias, experts, columns)
+        parts = w2.multiply(hidden, group_ends)
+        y = combine_rows(parts, places, indices, weights, w2.bias)
+        return ffn.merge(x, y), indices, weights
+
+    def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """`AddNorm` number n of the block."""
+        if undeclared(norm, RMSNorm):
+            return self.adds()[n](x, y, norm)
+        y, scale = y.view_as(x), self.sums[n].scale
+        return fixed_add_norm(x, y, scale, norm.weight, None, norm.eps, None)[:2]
+
+    def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
+        """`Block.forward` of a chunk."""
+        x, h = self.add(0, x, self.attend(normed, context), self.block.ffn_norm)
+        y, *routing = self.run_experts(h.flatten(0, 1))
+        return *self.add(1, x, y, next_norm), *routing
+
+
+class PromptRunner(EagerRunner):
+    """Runs chunks of prompts by `PromptLayer`, all else eagerly."""
+
+    def __init__(self, model: Transformer, fused: dict[Block, FusedLayer], head: FusedHead | None):
+        """fused: as of `fused_layers`. head: None if no kernel computes it."""
+        super().__init__(model)
+        self.layers, self.head = {}, head
+        for block, layer in fused.items():
+            try:
+                self.layers[id(block)] = PromptLayer(block, layer)
+            except ValueError:
+                continue
+
+    def takes(self, x: Tensor, context: Context) -> bool:
+        """Whether kernels take a chunk x [1, T, D]."""
+        is_long = context.chunk is not None and x.shape[1] >= FEWEST
+        return is_long and x.element_size() == 2 and can_launch(x, *ALL_KERNELS)
+
+    def block(
+        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
+    ):
+        layer = self.layers.get(id(block))
+
+        def run(*arguments):
+            if layer and self.takes(x, context):
+                return layer.forward(*arguments)
+            return block(*arguments)
+
+        return without_broken_kernels(run, x, normed, context, next_norm)
+
+    def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
+        """One token's logits: a packed head is not unpacked for it."""
+        is_one = last is not None and len(normed) == 1 and normed.element_size() == 2
+        if not (is_one and self.head and can_launch(normed, "_multiply_sum")):
+            return super().logits(model, normed, last)
+        x = normed[0].index_select(0, last)
+        return self.head.of_normed(x)

@@ -1,0 +1,53 @@
+"""Long prompts by `PromptRunner`: for tests/test_step_through.py, and on a GPU for test_cuda.py."""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+
+from formats import FORMATS
+from formats.packed import column_order
+from model import Chunk
+from ops.products.prompt_rows import gather_rows
+from runtime.fused_layer import fused_layers
+from runtime.fused_prompt import PromptRunner
+from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, small_model
+
+
+def prompt_errors(
+    family: str, format: str, layers: int, device: str = "cpu", **changes
+) -> dict[str, float]:
+    """Compare two chunks of a prompt by `PromptRunner` with plain ones: logits, and caches.
+
+    layers: how many of the model have kernels. device: on a CPU Triton's interpreter runs them.
+    """
+    model, found = small_model(family, format, **changes).to(device), []
+    with ExitStack() as stack:
+        if device == "cpu":
+            takes = lambda self, x, context: context.chunk is not None  # noqa: E731
+            stack.enter_context(mock.patch.object(PromptRunner, "takes", takes))
+            stack.enter_context(as_on_a_gpu())
+        for runner in (None, PromptRunner(model, fused_layers(model), None)):
+            for state in model.states:
+                state.reset()
+            assert runner is None or len(runner.layers) == layers
+            logits, row = [], torch.tensor([0], device=device)
+            for begin, end in ((0, 40), (40, 73)):
+                tokens = torch.arange(begin, end, device=device).unsqueeze(0) * 7 % 32
+                options = dict(all_positions=True, runner=runner)
+                logits.append(model(tokens, Chunk(row, end), **options)[0])
+            buffers = [buffer.float() for state in model.states for buffer in state.buffers()]
+            found.append((torch.cat(logits), [buffer.clone() for buffer in buffers]))
+    (want, states), (got, own) = found
+    pairs = zip(own, states, strict=True)
+    return {"logits": relative(got, want), "states": max(relative(*pair) for pair in pairs)}
+
+
+def reorders_rows(format: str) -> bool:
+    """Whether `gather_rows` puts rows into the order of a format's grouped product."""
+    x, pairs = torch.randn(5, 512).half(), torch.tensor([7, 0, 3, 9])
+    group = FORMATS[format].default_group(512)
+    columns = column_order(format, group, 512, x.device)
+    want = FORMATS[format].grouped_order(x, group)
+    some = gather_rows(x, pairs, 2, columns)
+    return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])

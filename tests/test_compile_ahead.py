@@ -1,0 +1,111 @@
+"""Kernels that are compiled before a step needs them, in other processes."""
+
+import pytest
+import torch
+from without_gpu import run_without_gpu
+
+from ops import inductor
+from ops.gpu import KNOWN
+from runtime import compile_ahead as ahead
+
+GPU = KNOWN["sm_90"]
+
+
+@pytest.mark.parametrize("count", (2, pytest.param(0, marks=pytest.mark.slow)))
+def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
+    case = "Qwen3-30B-A3B:int4"
+    script = "compile_ahead_without_gpu.py"
+    found = run_without_gpu(script, case, str(count), TRITON_CACHE_DIR=str(tmp_path))
+    assert {"_begin", "attend_kernel", "merge_kernel", "join_tokens"} < set(found["kernels"])
+    assert found["ahead"] == [count or found["tasks"], 0]  # the second run has nothing to do
+    assert found["compiled"] > 0 and found["added"] == 0
+
+
+class FakeHelper:
+    """Stands for the helper: compiles only the first `count` tasks."""
+
+    def __init__(self, count: int):
+        self.count, self.closed, self.given = count, False, None
+
+    def compile(self, gpu, tasks):
+        self.given = list(tasks)
+        yield from ((number, number != 1) for number in range(min(self.count, len(tasks))))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def compile_some(monkeypatch, tmp_path):
+    """Return a function: compile tasks by a helper that ends early -> the helper, how many."""
+    monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "signature", lambda task: task)
+    monkeypatch.setattr(ahead, "remembered", [])
+
+    def run(tasks: list[str], count: int) -> tuple[FakeHelper, int]:
+        fake = FakeHelper(count)
+        monkeypatch.setattr(ahead, "helper", [fake])
+        return fake, ahead.compile_ahead(tasks, GPU)
+
+    return run
+
+
+def test_a_task_is_compiled_once(compile_some):
+    fake, count = compile_some(["a", "b", "c"], 2)  # b fails, and c is never reached
+    assert count == 3 and fake.given == ["a", "b", "c"] and fake.closed
+    fake, count = compile_some(["a", "b", "c", "d"], 4)
+    assert count == 3 and fake.given == ["b", "c", "d"]  # b is the first now, and c fails
+    fake, count = compile_some(["a", "b", "d"], 4)
+    assert count == 0 and fake.given is None and fake.closed
+
+
+def test_a_model_that_was_compiled_starts_no_helper(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "start", lambda: started.append(1))
+    monkeypatch.setattr(ahead, "remembered", [])
+
+    class Source:
+        args, format = {"dim": 64}, {"name": "int4"}
+
+    cuda = torch.device("cuda")
+    ahead.start_compiling(Source, torch.device("cpu"))
+    assert not started
+    for expected in (1, 1):  # the second time it is known
+        ahead.start_compiling(Source, cuda)
+        assert len(started) == expected
+        assert ahead.compile_ahead([], GPU) == 0
+
+
+def test_a_function_is_compiled_when_it_is_first_called(monkeypatch):
+    made, options = [], []
+
+    def fake_compile(function, **given):
+        made.append(given)
+        return function
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    monkeypatch.setattr(inductor, "configure_inductor", lambda: options.append("set"))
+    double = inductor.compiled(lambda x: 2 * x, dynamic=False)
+    assert not made and not options
+    assert [double(3), double(4)] == [6, 8]
+    assert made == [{"fullgraph": True, "dynamic": False}] and options == ["set"]
+
+
+def test_what_runs_once_is_compiled_without_tuning():
+    import torch._inductor.config as config
+
+    seen = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(config.coordinate_descent_tuning)
+        return x
+
+    inductor.configure_inductor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        call = inductor.compiled(note)
+        with inductor.without_tuning():
+            call(torch.ones(1))
+        call(torch.ones(1))
+    assert seen == [False, True]

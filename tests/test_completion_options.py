@@ -1,0 +1,149 @@
+"""Options of completions and chats: their lengths, echo, fill-in-the-middle, 16 stop texts."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from local_server import LocalServer, httpx, openai
+from test_reasoning import make_tokenizer
+
+from runtime.logit_edits import ALL, mask_words
+from server.constraints import Constraint, choice, grammar_tokens
+from server.errors import APIError
+from server.fill_in import FORMS, SUFFIX_FIRST
+from server.min_tokens import MinTokens
+from server.plan import Limits, read_request
+
+pytestmark = pytest.mark.usefixtures("few_threads")
+LENGTH = 64
+PROMPT = "def f(x):\n"
+
+
+@pytest.fixture(scope="module")
+def server(directory, few_threads):
+    server = LocalServer(directory, LENGTH)
+    yield server
+    server.close()
+
+
+# Lengths ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ("completions", "chat"))
+def test_all_tokens_that_fit(server, api):
+    ask = server.complete if api == "completions" else server.chat
+    prompt = PROMPT if api == "completions" else [{"role": "user", "content": PROMPT}]
+    bias = {str(id): -100 for id in server.tokenizer.stop_ids}
+    usage = ask(prompt, max_tokens=-1, logit_bias=bias).usage
+    assert usage.total_tokens == LENGTH
+
+
+def test_no_end_token_before_min_tokens(server):
+    stop = server.tokenizer.stop_ids[0]
+    extra = {"extra_body": {"min_tokens": 5}, "logit_bias": {str(stop): 100}}
+    for options, count in ((extra, 6), ({"logit_bias": {str(stop): 100}}, 1)):
+        found = server.complete(PROMPT, max_tokens=12, temperature=0, **options)
+        assert found.usage.completion_tokens == count
+        assert found.choices[0].finish_reason == "stop"
+    whole = server.complete(PROMPT, max_tokens=3, **extra)
+    assert whole.choices[0].finish_reason == "length"
+
+
+def test_min_tokens_yields_to_a_grammar(server):
+    extra = {"min_tokens": 9, "guided_choice": ["yes"]}
+    found = server.complete(PROMPT, max_tokens=12, extra_body=extra)
+    assert found.choices[0].text == "yes" and found.choices[0].finish_reason == "stop"
+
+
+def test_the_mask_of_min_tokens(tmp_path):
+    """Also where an end token is the last bit of a word."""
+    row = torch.zeros(mask_words(96), dtype=torch.int32)
+    found = MinTokens(2, (5, 31, 63), None)
+    found.mask(row)
+    bits = [(row[id // 32].item() >> id % 32) & 1 for id in range(96)]
+    assert [id for id in range(96) if not bits[id]] == [5, 31, 63]
+    found.advance(0)
+    found.advance(0)
+    found.mask(row)
+    assert (row == ALL).all()
+    tokenizer = make_tokenizer(tmp_path)
+    size = tokenizer.vocab_size
+    constraint = Constraint(grammar_tokens(tokenizer, size), choice(["a", "ab"]))
+    found = MinTokens(2, tokenizer.stop_ids, constraint)
+    row = torch.zeros(mask_words(size), dtype=torch.int32)
+    (a,), (b,), end = tokenizer.encode("a"), tokenizer.encode("b"), tokenizer.stop_ids[0]
+    allowed = []
+    for token in (a, b, None):
+        found.mask(row)
+        allowed.append([id for id in range(size) if (row[id // 32].item() >> id % 32) & 1])
+        if token is not None:
+            found.advance(token)
+    assert allowed == [[a], [b], [end]]
+
+
+def test_sixteen_stop_texts(server):
+    stop = [f"never{n}" for n in range(15)]
+    text = server.complete(PROMPT, temperature=0, max_tokens=20).choices[0].text
+    options = {"temperature": 0, "max_tokens": 20, "extra_body": {"stop": [*stop, text[5:9]]}}
+    assert server.complete(PROMPT, **options).choices[0].text == text[: text.find(text[5:9])]
+
+
+# Echo ---------------------------------------------------------------------------------------------
+
+
+def test_echo_puts_the_prompt_first(server):
+    ids = server.tokenizer.encode(PROMPT)
+    prompts = ["def g():\n", "x </s> y"]
+    ask = partial(server.complete, temperature=0, max_tokens=4)
+    for prompt, n in ((PROMPT, 1), (ids, 1), (prompts, 2)):
+        plain = ask(prompt, n=n).choices
+        texts = prompts if prompt is prompts else [PROMPT]
+        expected = [texts[c.index // n] + c.text for c in plain]
+        assert [choice.text for choice in ask(prompt, n=n, echo=True).choices] == expected
+        streamed = [""] * len(plain)
+        for chunk in ask(prompt, n=n, echo=True, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert streamed == expected
+
+
+def test_a_chat_has_no_echo_and_no_suffix(server):
+    for field in ({"echo": True}, {"suffix": "x"}):
+        with pytest.raises(openai.BadRequestError, match="is not supported"):
+            server.chat([{"role": "user", "content": "x"}], extra_body=field)
+
+
+# Fill-in-the-middle -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", (*FORMS, SUFFIX_FIRST))
+def test_a_suffix_takes_the_models_tokens(tmp_path, form):
+    tokenizer = make_tokenizer(tmp_path, form, True)
+    body = {"prompt": ["a<|end|>", ""], "suffix": "z" + form[0]}
+    request = read_request(json.dumps(body).encode(), False, tokenizer, Limits(99, 999))
+    ids = [tokenizer.token_id(name) for name in form]
+    after = tokenizer.encode("z" + form[0])
+    assert not set(ids) & set(after)  # names in a text are text
+    for generation, before in zip(request.generations, ("a<|end|>", ""), strict=True):
+        texts = [tokenizer.encode(before), after]
+        if form == SUFFIX_FIRST:
+            texts.reverse()
+        expected = [ids[0], *texts[0], ids[1], *texts[1], *ids[2:]]
+        assert generation.prompt_ids == expected and not generation.reply
+
+
+def test_an_empty_suffix_is_none(tokenizer):
+    for suffix in ("", None):
+        body = json.dumps({"prompt": "x", "suffix": suffix}).encode()
+        request = read_request(body, False, tokenizer, Limits(99, 9999))
+        assert request.generations[0].prompt_ids == tokenizer.encode("x")
+    with pytest.raises(APIError) as caught:
+        body = json.dumps({"prompt": "x", "suffix": "y"}).encode()
+        read_request(body, False, tokenizer, Limits(99, 9999))
+    assert caught.value.param == "suffix"
+
+
+def test_embeddings_are_refused_clearly(server):
+    with pytest.raises(openai.BadRequestError, match="has no embeddings"):
+        server.client.embeddings.create(model="any", input="x")
+    assert httpx.get(f"{server.url}/v1/embeddings").status_code == 405
