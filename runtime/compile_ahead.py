@@ -6,6 +6,8 @@ Triton's cache tells later runs that a launch is in there, and another that a mo
 """
 
 import hashlib
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from ops.compile_ahead import Helper, cache_folder, signature
 from ops.gpu import Gpu
 from ops.launch import triton
 
+BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
+log = logging.getLogger("moe_fast")
 helper: list[Helper] = []  # that has been started, at most one
 remembered: list[Path] = []  # the marker of the model that is loaded
 
@@ -65,12 +69,14 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     if missing:
         start()
         folder().mkdir(parents=True, exist_ok=True)
-        total, options = len(missing), {"leave": False, "disable": None}
-        with tqdm(total=total, desc="compiling", unit="kernel", **options) as progress:
+        begin, options = time.perf_counter(), {"leave": False, "disable": None}
+        with tqdm(total=len(missing), bar_format=BAR, **options) as progress:
             for number, is_done in helper[0].compile(gpu, missing):
                 progress.update(1)
                 if is_done:
                     markers[missing[number]].touch()
+        seconds = time.perf_counter() - begin
+        log.info(f"{len(missing)} kernels compiled side by side in {seconds:.1f} s")
     for path in remembered:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
