@@ -319,7 +319,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     check_stop(options.stop)
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
-    choose_compile(options, device.type == "cuda")
+    # --prepare_only compiles if --compile is given.
+    choose_compile(options, device.type == "cuda" and not options.prepare_only)
     if options.dry_run:
         print_plan(options, device)
         return []

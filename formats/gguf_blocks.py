@@ -5,6 +5,7 @@ formats/k_quants.py has the blocks of 256. `pack` rounds by rules of our own.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -169,23 +170,37 @@ def fit_scale(grouped: Tensor, nearest: Callable[[Tensor], Tensor], extreme: flo
     largest of a group becomes about that. Of several scales, each improved by least squares, the
     one with the least squared error is taken.
     """
-    largest = signed_largest(grouped)
-    best = torch.full_like(largest, torch.inf)
+    x = grouped.movedim(-1, 0).contiguous()  # [n, ...]: sums over neighbors in memory are slow
+    largest = signed_largest(grouped).squeeze(-1)
+    best = torch.full_like(largest, -torch.inf)
     scale = torch.zeros_like(largest)
     for shrink in SHRINK:
-        tried = largest / extreme * shrink
-        numbers = nearest(divide(grouped, tried))
-        tried = divide((grouped * numbers).sum(-1, True), numbers.square().sum(-1, True))
-        error = (grouped - tried * numbers).square().sum(-1, keepdim=True)
-        scale = torch.where(error < best, tried, scale)
-        best = torch.minimum(error, best)
-    return scale
+        inverse = divide(torch.full_like(largest, extreme / shrink), largest)
+        numbers = nearest(x * inverse)
+        product = (numbers * x).sum(0)
+        tried = divide(product, numbers.square().sum(0))
+        removed = tried * product  # from the sum of squares
+        scale = torch.where(removed > best, tried, scale)
+        best = torch.maximum(removed, best)
+    return scale.unsqueeze(-1)
+
+
+@cache
+def iq4_table(device: torch.device) -> Tensor:
+    """Return the code of the number nearest to x at ceil(2 x) + 256, for -128 <= x < 128: uint8.
+
+    Numbers half way between two of IQ4 are multiples of 1/2.
+    """
+    numbers = torch.tensor(IQ4, dtype=torch.float32)
+    half_way = (numbers[1:] + numbers[:-1]) / 2
+    places = torch.arange(-256, 256) / 2
+    return torch.bucketize(places, half_way).to(torch.uint8).to(device)
 
 
 def iq4_codes(values: Tensor) -> Tensor:
-    """Return the code of the nearest number of IQ4, int64."""
-    table = torch.tensor(IQ4, dtype=torch.float32, device=values.device)
-    return torch.bucketize(values.contiguous(), (table[1:] + table[:-1]) / 2)
+    """Return the code of the nearest number of IQ4, uint8; of two as near the smaller."""
+    places = (2 * values).ceil_().clamp_(-256, 255).add_(256).to(torch.int32)
+    return iq4_table(values.device).index_select(0, places.flatten()).view(values.shape)
 
 
 def iq4_values(codes: Tensor) -> Tensor:

@@ -260,23 +260,27 @@ def fit_affine(grouped: Tensor, top: int) -> tuple[Tensor, Tensor]:
     Codes are 0 to `top`, and both results, fp32 [..., 1], are not negative. Of several ranges of
     codes, each improved by least squares, the one with the least squared error is taken.
     """
-    low = grouped.amin(-1, keepdim=True).clamp(max=0)
-    span = grouped.amax(-1, keepdim=True).clamp(min=0) - low
+    x = grouped.movedim(-1, 0).contiguous()  # [n, ...]: sums over neighbors in memory are slow
+    n, low = len(x), x.amin(0).clamp(max=0)
+    span = x.amax(0).clamp(min=0) - low
+    total, square = x.sum(0), x.square().sum(0)
     best = torch.full_like(low, torch.inf)
     scale, least = torch.zeros_like(low), torch.zeros_like(low)
-    for shrink in (1.0, 1.05, 0.95, 0.9, 0.85):
-        step = span * shrink / top
-        start = low + span * (1 - shrink) / 2  # shrinks on both sides alike
-        codes = divide(grouped - start.clamp(max=0), step).round().clamp(0, top)
-        center = codes - codes.mean(-1, keepdim=True)
-        step = divide((center * grouped).sum(-1, True), center.square().sum(-1, True))
-        offset = (codes * step - grouped).mean(-1, keepdim=True)
+    for shrink in (1.0, 0.95, 0.9):
+        start = (low + span * (1 - shrink) / 2).clamp(max=0)  # shrinks on both sides alike
+        inverse = divide(torch.full_like(span, top / shrink), span)
+        codes = (x - start).mul_(inverse).round_().clamp_(0, top)
+        of_codes, product = codes.sum(0), (codes * x).sum(0)
+        squares = codes.square_().sum(0)
+        step = divide(n * product - of_codes * total, n * squares - of_codes.square())
+        offset = (of_codes * step - total) / n
         # A min below 0 cannot be stored: fit a line through 0 instead.
-        through_zero = divide((codes * grouped).sum(-1, True), codes.square().sum(-1, True))
-        step = torch.where(offset < 0, through_zero, step).clamp(min=0)
+        step = torch.where(offset < 0, divide(product, squares), step).clamp(min=0)
         offset = offset.clamp(min=0)
-        error = (codes * step - offset - grouped).square().sum(-1, keepdim=True)
+        # The sum of (code * step - offset - x) ** 2
+        error = square + step * (step * squares - 2 * product - 2 * offset * of_codes)
+        error += offset * (n * offset + 2 * total)
         better = error < best
         scale, least = torch.where(better, step, scale), torch.where(better, offset, least)
         best = torch.minimum(error, best)
-    return scale, least
+    return scale.unsqueeze(-1), least.unsqueeze(-1)

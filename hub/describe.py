@@ -20,7 +20,7 @@ from models.quantization import MODELOPT_FILE
 
 
 class Described(NamedTuple):
-    """A checkpoint without tensors: what plans read of one."""
+    """A checkpoint without tensors, enough for a plan."""
 
     args: dict
     format: dict
@@ -30,8 +30,8 @@ class Described(NamedTuple):
 def describe_model(name: ModelName, revision: str | None = None) -> object:
     """Return a source of the model in the name's format: a checkpoint on disk, or a Described.
 
-    Without a format it is in the published one. config.json alone is downloaded, if no format of
-    the model is on disk. Raises ValueError as `hub.prepare.prepare`, and for a GGUF file that is
+    The format's default is the published one. config.json alone is downloaded, if no format of the
+    model is on disk. Raises ValueError as `hub.prepare.prepare`, and for a GGUF file that is
     not here.
     """
     if name.is_gguf:

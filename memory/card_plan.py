@@ -1,6 +1,6 @@
 """The plan for a card: what `generate.py` and `serve.py` choose on a GPU, and its three lines.
 
-`--model NAME` without further options comes here. What an option says is never changed.
+`--model NAME` without further options comes here. A given option is never changed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from cli.model_name import PLAIN, parse_model_name
 from cli.options import DEFAULT_CHAT_LENGTH
 from cli.serve_options import DEFAULT_BATCH
 from memory.advice import largest, size_text
-from memory.cards import HOST, Card, card_here, card_of_name, token_seconds
+from memory.cards import HOST, Card, card_here, card_of_name, layer_seconds, token_seconds
 from memory.choice import Choice, Freedom, capacity_of, choose
 from memory.commands import generation_setup, server_setup
 from memory.plan import GB, Memory, ModelSizes, Setup, reserve
@@ -42,13 +42,13 @@ class Place(NamedTuple):
 class Plan(NamedTuple):
     """A choice, and what is expected of it."""
 
-    name: str  # of the model
+    name: str  # the model's
     place: Place
     choice: Choice
     published: ModelSizes
     experts: OffloadPlan | None  # None: all weights are on the GPU
     fused: int  # layers with fused kernels
-    seconds: float  # of a token, predicted; 0: not known
+    seconds: float  # predicted, a token; 0: not known
 
     @property
     def format(self) -> str:
@@ -105,15 +105,15 @@ def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> P
     # Plain weights of `sizes.model` are in fp32.
     model = ModelShard(sizes.whole_args, sizes.format, sizes.parallel, 0, sizes.ranks).model
     model, card, fused = model.to(sizes.dtype), place.card, 0
-    if card.gpu.runs_kernels and not setup.offload and sizes.dtype.itemsize == 2:
+    if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
         fused = len(fused_layers(model))
     experts, copied = None, 0
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))
         experts = make_plan(sizes.experts, settings)
         copied = missed_bytes(experts)
-    layers = sizes.args.n_layer
-    seconds = token_seconds(card, bytes_per_token(model), layers, fused > 0, copied)
+    each = layer_seconds(card, fused > 0, bool(experts))
+    seconds = token_seconds(card, bytes_per_token(model), sizes.args.n_layer * each, copied)
     return Plan(name, place, choice, published, experts, fused, seconds)
 
 
@@ -244,7 +244,7 @@ def name_of(options: argparse.Namespace) -> str:
 def freedom(options: argparse.Namespace, setup: Setup, formats: bool = False) -> Freedom:
     """Return what options leave open. formats: the model's name has none."""
     fused = options.decode_kernels == "fused"
-    fixed = options.offload or fused or options.speculate == "mtp"
+    fixed = options.offload or options.speculate == "mtp"
     single = setup.max_batch is None or setup.batch == 1  # a server that offloads has one answer
     can_pack = setup.sizes.format == {"name": PLAIN}
     chats = options.dry_run or getattr(options, "interactive", True)

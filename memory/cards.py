@@ -1,4 +1,4 @@
-"""Cards by name: what a plan needs to know of one, here or elsewhere; and expected decode speed.
+"""Cards by name, here or elsewhere, with their sizes and bandwidths; and expected decode speed.
 
 Sizes and bandwidths are those of NVIDIA's data sheets. Speeds are predictions, not measurements.
 """
@@ -8,15 +8,17 @@ from typing import NamedTuple
 
 import torch
 
+from offload.balance import LAYER_SECONDS as PAGED_LAYER
 from ops.gpu import KNOWN, Gpu, gpu_of
 
 GB = 10**9
-# Of the nominal bandwidths: an H200 reads at 4.5 of 4.8 TB/s, and copies over PCIe 5 at 53 of 63
-# GB/s (docs/benchmarks.md, docs/offload.md).
+# Shares of the nominal bandwidths. An H200 reads at 4.5 of 4.8 TB/s, and copies over PCIe 5 at 53
+# of 63 GB/s (docs/benchmarks.md, docs/offload.md).
 READ_SHARE, LINK_SHARE = 0.94, 0.84
-# What a layer takes beside its bytes: 9 to 18 us with the fused kernels and 30 to 37 with
-# Inductor's on an H200 (docs/benchmarks.md, "Decode speed").
-FUSED_LAYER, INDUCTOR_LAYER = 14e-6, 33e-6  # seconds
+# A layer takes this beside its bytes: 9 to 18 us with the fused kernels and 30 to 37 with those of
+# Inductor on an H200 (docs/benchmarks.md, "Decode speed"). An H100 without PDL took 7 to 16 us more
+# (docs/log/gpus.md).
+FUSED_LAYER, INDUCTOR_LAYER, WITHOUT_PDL = 14e-6, 33e-6, 10e-6  # seconds
 HOST = 64 * GB  # assumed of a machine that is not here
 
 
@@ -112,13 +114,19 @@ def is_size(sold_gb: int, size: int) -> bool:
     return 0.9 < size / (sold_gb * GB) < 1.1
 
 
-def token_seconds(card: Card, nbytes: int, layers: int, fused: bool, copied: int = 0) -> float:
+def layer_seconds(card: Card, fused: bool, offloads: bool) -> float:
+    """Predict the seconds of a layer beside its bytes."""
+    if not fused:
+        return INDUCTOR_LAYER
+    return (PAGED_LAYER if offloads else FUSED_LAYER) + WITHOUT_PDL * (not card.gpu.has_pdl)
+
+
+def token_seconds(card: Card, nbytes: int, beside: float, copied: int = 0) -> float:
     """Predict the seconds of one token; 0 if the card's bandwidths are not known.
 
-    nbytes: read from the card's memory. copied: bytes of experts from host memory, which come
-    before they are multiplied.
+    nbytes: read from the card's memory. beside: seconds of its layers beside that. copied: bytes of
+    experts from host memory, which come before they are multiplied.
     """
     if not card.bandwidth or (copied and not card.link):
         return 0.0
-    seconds = nbytes / card.read + layers * (FUSED_LAYER if fused else INDUCTOR_LAYER)
-    return seconds + (copied / card.copied if copied else 0.0)
+    return nbytes / card.read + beside + (copied / card.copied if copied else 0.0)

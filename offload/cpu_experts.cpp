@@ -1,11 +1,12 @@
 // Products of packed experts on a CPU, for few tokens; cpu_experts.py builds and calls this.
 //
-// One call computes a layer's chosen experts in four phases, with a barrier after each:
+// One call computes a layer's chosen experts in five phases, with a barrier after each:
 //
 //   1. x becomes integers in the order of the codes
 //   2. gate and up, activation                        rows of all chosen experts, shared out
 //   3. h becomes integers
-//   4. down, times the pair's weight, added to y      rows of y, shared out
+//   4. down, times the pair's weight                  rows of all chosen experts, shared out
+//   5. sums over a token's experts                    rows of y, shared out
 
 #include <sched.h>
 
@@ -54,6 +55,7 @@ struct alignas(LINE) Pool {
   std::vector<int> experts, pairs, first;  // distinct experts, and the pairs of each
   std::vector<int> tokens;                 // of `pairs`
   std::vector<int> in_order;               // 0, 1, ...
+  std::vector<float> outputs;              // [pairs, out]
 
   explicit Pool(int n) : count(n), arrived(n) {
     for (int k = 1; k < n; k++) workers.emplace_back([this, k] { serve(k); });
@@ -125,9 +127,9 @@ static void share_out(int64_t n, int thread, int threads, Flag &next, Visit visi
   visit(shares * thread, shares * (thread + 1));
   const int64_t rest = n - shares * threads;
   for (;;) {
-    const int64_t begin = next.value.fetch_add(ROWS, std::memory_order_relaxed);
+    const int64_t begin = next.value.fetch_add(PIECE, std::memory_order_relaxed);
     if (begin >= rest) return;
-    visit(shares * threads + begin, shares * threads + std::min(begin + ROWS, rest));
+    visit(shares * threads + begin, shares * threads + std::min<int64_t>(begin + PIECE, rest));
   }
 }
 
@@ -213,24 +215,32 @@ static void gate_up(Call &call, Pool &pool, int thread, float *scratch, float *o
 static void down(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Weight &w = call.layer->w2;
   auto visit = [&](int64_t begin, int64_t end) {
-    for (int t = 0; t < call.n_tokens; t++)
-      std::fill(call.y + (int64_t)t * w.out + begin, call.y + (int64_t)t * w.out + end, 0.f);
-    for (size_t u = 0; u < pool.experts.size(); u++) {
-      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
-      for (int64_t row = begin, rows; row < end; row += rows) {
-        rows = std::min((int64_t)ROWS, end - row);
-        if (row + rows == end && u + 1 < pool.experts.size())
-          prefetch_rows(w, pool.experts[u + 1], begin, end - begin);
-        dot_rows(w, e, row, rows, pool.h, pool.in_order.data() + first, count, scratch, out);
-        for (int k = 0; k < count; k++) {
-          const float weight = call.weights[pool.pairs[first + k]];
-          float *y = call.y + (int64_t)pool.tokens[first + k] * w.out + row;
-          for (int r = 0; r < rows; r++) y[r] += weight * out[k * ROWS + r];
-        }
+    for (int64_t n = begin, rows; n < end; n += rows) {
+      const int64_t u = n / w.out, row = n % w.out;
+      rows = std::min({(int64_t)ROWS, w.out - row, end - n});
+      const int first = pool.first[u], count = pool.first[u + 1] - first;
+      dot_rows(w, pool.experts[u], row, rows, pool.h, pool.in_order.data() + first, count, scratch,
+               out);
+      for (int k = 0; k < count; k++) {
+        const float weight = call.weights[pool.pairs[first + k]];
+        float *y = pool.outputs.data() + (int64_t)(first + k) * w.out + row;
+        for (int r = 0; r < rows; r++) y[r] = weight * out[k * ROWS + r];
       }
     }
   };
-  share_out(w.out, thread, pool.count, pool.next_down, visit);
+  share_out(w.out * pool.experts.size(), thread, pool.count, pool.next_down, visit);
+}
+
+static void sum_outputs(Call &call, Pool &pool, int thread) {
+  const int64_t out = call.layer->w2.out;
+  const Range range(out, thread, pool.count);
+  for (int t = 0; t < call.n_tokens; t++)
+    std::fill(call.y + t * out + range.begin, call.y + t * out + range.end, 0.f);
+  for (size_t n = 0; n < pool.pairs.size(); n++) {
+    const float *from = pool.outputs.data() + n * out;
+    float *y = call.y + pool.tokens[n] * out;
+    for (int64_t row = range.begin; row < range.end; row++) y[row] += from[row];
+  }
 }
 
 static void work(Call &call, int thread) {
@@ -249,8 +259,9 @@ static void work(Call &call, int thread) {
   read_x(call, pool, thread);
   pool.wait_for_all(thread);
   gate_up(call, pool, thread, scratch.data(), out.data());
-  const int64_t down_shares = shares_of(w2.out, pool.count);
-  prefetch_rows(w2, pool.experts[0], down_shares * thread, down_shares, EARLY);
+  const int64_t down_shares = shares_of(w2.out * pool.experts.size(), pool.count);
+  const int64_t down_u = down_shares * thread / w2.out, down_row = down_shares * thread % w2.out;
+  prefetch_rows(w2, pool.experts[down_u], down_row, std::min(down_shares, w2.out - down_row), EARLY);
   pool.wait_for_all(thread);
   if (pool.h.codes != BF16) {
     const Range range((int64_t)pool.pairs.size() * pool.h.groups, thread, pool.count);
@@ -259,6 +270,8 @@ static void work(Call &call, int thread) {
     pool.wait_for_all(thread);
   }
   down(call, pool, thread, scratch.data(), out.data());
+  pool.wait_for_all(thread);
+  sum_outputs(call, pool, thread);
 }
 
 // Sort the pairs by expert, experts in the order of their first pair. Leave out those of experts
@@ -299,6 +312,7 @@ void run_experts(Call *call) {
   }
   pool.x.resize(call->layer->w13, call->n_tokens);
   pool.h.resize(w2, pool.pairs.size());
+  pool.outputs.resize(pool.pairs.size() * w2.out);
   pool.run(*call);
 }
 

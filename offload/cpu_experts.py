@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,23 +35,40 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 
-# The numbers of enums in cpu_experts.cpp
-CODES = {
-    **dict.fromkeys(("int4", "hqq", "q4_k"), 0),
-    **{"mxfp4": 1, "nvfp4": 2, "int8": 4, "q8_0": 4, "q5_k": 5, "q6_k": 6},
-}
-CRUMBS, BF16_CODES = 3, 7
-FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-SCALES = {"int8": 3, "mxfp4": 4, "nvfp4": 5, "q4_k": 8, "q5_k": 8, "q6_k": 9}
-UINT4, HQQ, NO_SCALE = 6, 7, 10
+# The order of enums in the C++ files
 PARTS = (
     *("codes", "high", "scale", "zero", "step"),
     *("scale_step", "scale_low", "zero_step", "zero_low", "bias"),
 )
 ACTIVATIONS = "silu", "clamped", "gelu"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ZEROS = {"int4": 8, "mxfp4": 12, "nvfp4": 12, "int8": 128, "q8_0": 128, "q6_k": 32}  # code of 0
-RUN = {"q4_k": 32, "q5_k": 32, "q6_k": 32}  # numbers whose codes are packed together, if not G
+FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+BLOCKS = "q4_k", "q5_k", "q6_k"  # kinds whose C++ code reads `step`
+UINT4, IQ4_XS, NO_SCALE = 6, 10, 11  # of Scales
+HQQ2, HQQ3, PLAIN_CODES = 3, 8, 9  # of Codes
+
+
+class Kind(NamedTuple):
+    """How the formats of a kind are stored (`Format.kind`)."""
+
+    codes: int  # of the enum Codes
+    scales: int | None = None  # of the enum Scales; None: floats
+    zero: float = 0.0  # the code of 0, if it is a constant
+    run: int | None = None  # numbers whose codes are packed together; None: a group
+
+
+KINDS = {
+    "int4": Kind(0, zero=8),
+    "mxfp4": Kind(1, 4, zero=12),
+    "nvfp4": Kind(2, 5, zero=12),
+    "hqq": Kind(0, 7),
+    "int8": Kind(4, 3, zero=128),
+    "q8_0": Kind(4, zero=128),
+    "q4_k": Kind(0, 8, run=32),
+    "q5_k": Kind(5, 8, run=32),
+    "q6_k": Kind(6, 9, zero=32, run=32),
+    "iq4": Kind(7, zero=128, run=32),
+}
 
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 
@@ -278,7 +296,7 @@ class HostWeight:
     @property
     def packing(self) -> int:
         """Numbers of a row whose codes are packed together."""
-        return RUN.get(FORMATS[self.format].kind, self.group)
+        return KINDS[FORMATS[self.format].kind].run or self.group
 
     def is_compiled(self) -> bool:
         """Whether `cpu_experts.cpp` knows the format."""
@@ -288,7 +306,9 @@ class HostWeight:
             return self.codes.dtype == torch.bfloat16
         format = FORMATS[self.format]
         fields = format.codes_per_word
-        if format.kind not in CODES or fields not in (4, 8, 16) or "third" in self.parts:
+        if format.kind not in KINDS or fields not in (4, 8, 16):
+            return False
+        if format.kind in BLOCKS and "step" not in self.parts:  # q4_1, q5_1
             return False
         words, scale = self.packing // fields, self.parts["scale"].dtype
         reads = scale == torch.bfloat16 if format.per_row else True
@@ -310,21 +330,22 @@ class HostWeight:
 def weight_struct(weight: HostWeight, bias: Tensor | None) -> WeightStruct:
     """Return what `cpu_experts.cpp` needs of a weight. bias: fp32 [E, out], kept by the caller."""
     parts = dict(weight.parts) | ({} if bias is None else {"bias": bias.unsqueeze(-1)})
-    made = WeightStruct(out=weight.out, in_=weight.width, group=1, codes=BF16_CODES)
-    made.scales = NO_SCALE
+    made = WeightStruct(out=weight.out, in_=weight.width, group=1)
+    made.codes, made.scales = PLAIN_CODES, NO_SCALE
     if weight.format == PLAIN:
         parts["codes"] = parts.pop("weight")
     else:
         format = FORMATS[weight.format]
-        made.group = weight.packing
-        made.codes = CRUMBS if format.codes_per_word == 16 else CODES[format.kind]
-        made.zero = ZEROS.get(format.kind, 0)
-        if "zero" in parts:
-            made.scales = HQQ if "zero_step" in parts else UINT4
-        else:
-            made.scales = SCALES.get(format.kind, FLOAT_SCALES.get(parts["scale"].dtype, NO_SCALE))
+        kind = KINDS[format.kind]
+        made.group, made.codes, made.zero = weight.packing, kind.codes, kind.zero
+        if format.codes_per_word == 16:
+            made.codes = HQQ3 if "third" in parts else HQQ2
+        scales = FLOAT_SCALES.get(parts["scale"].dtype) if kind.scales is None else kind.scales
+        if format.kind == "hqq" and "zero_step" not in parts:
+            scales = UINT4
+        made.scales = IQ4_XS if format.kind == "iq4" and "step" in parts else scales
     for name, part in parts.items():
-        n = PARTS.index(name)
+        n = PARTS.index("high" if name == "third" else name)
         made.part[n] = part.data_ptr()
         made.expert_bytes[n] = part.stride(0) * part.itemsize
         made.row_bytes[n] = part.shape[-1] * part.itemsize

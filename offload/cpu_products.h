@@ -1,7 +1,7 @@
 // Rows of packed weights times a few vectors.
 //
-// Codes stay integers. The numbers x of a group become integers of 16 bits with a common unit, as two
-// digits of 8 bits, since CPUs multiply unsigned bytes with signed ones. A weight is s * code - o,
+// Codes stay integers. The numbers x of a group become integers of 16 bits with a common unit, two
+// digits of 8 bits each, since CPUs multiply unsigned bytes with signed ones. A weight is s * code - o,
 // so a group's dot product is s * unit * sum(code * integer) - o * sum(x).
 //
 // Words, fields and groups: formats/words.py. A "plane" is the codes in one field of each byte.
@@ -21,8 +21,14 @@ constexpr int LINE = 64;         // bytes that cores exchange
 #ifndef PREFETCH
 #define PREFETCH 4096  // bytes between what is read and what is prefetched
 #endif
+#ifndef HINT
+#define HINT _MM_HINT_T1  // into the second cache
+#endif
 #ifndef EARLY
 #define EARLY 16384  // bytes that a thread prefetches before a barrier
+#endif
+#ifndef PIECE
+#define PIECE 32  // rows that a thread takes at once of the others
 #endif
 #ifndef SHARES
 #define SHARES 75  // percent of the rows that are shared out in advance
@@ -30,11 +36,14 @@ constexpr int LINE = 64;         // bytes that cores exchange
 
 // Weights -----------------------------------------------------------------------------------------
 
-// How codes are stored. The numbers are those of CODES in cpu_experts.py.
-enum Codes { NIBBLES, E2M1, E2M1_HALVES, CRUMBS, OCTETS, Q5, Q6, BF16 };
-// How scales are stored: SCALES in cpu_experts.py
-enum Scales { BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, NO_SCALE };
-// Tensors of a weight: PARTS in cpu_experts.py
+// The order of these enums is known to cpu_experts.py.
+// How codes are stored; CRUMBS have 2 bits
+enum Codes { NIBBLES, E2M1, E2M1_HALVES, CRUMBS, OCTETS, Q5, Q6, IQ4, CRUMBS3, BF16 };
+// How scales are stored
+enum Scales {
+  BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, KX, NO_SCALE
+};
+// Tensors of a weight
 enum Part {
   CODES, HIGH, SCALE, ZERO, STEP, SCALE_STEP, SCALE_LOW, ZERO_STEP, ZERO_LOW, BIAS, PARTS
 };
@@ -50,43 +59,57 @@ struct Weight {  // [experts, out, in]
   }
 };
 
+constexpr bool has_halves(int codes) {  // bytes are two nibbles, or products have over 16 bits
+  return !WIDE_SUMS && (codes == OCTETS || codes == IQ4);
+}
 constexpr int planes_of(int codes) {
   switch (codes) {
-    case E2M1_HALVES: case CRUMBS: return 4;
-    case OCTETS: return WIDE_SUMS ? 1 : 2;  // two nibbles, so that products fit into 16 bits
+    case CRUMBS: case CRUMBS3: return 4;
+    case OCTETS: return WIDE_SUMS ? 1 : 2;
+    case IQ4: return WIDE_SUMS ? 2 : 4;
     default: return 2;
   }
 }
-constexpr int x_planes_of(int codes) {  // planes that meet other numbers of x
-  return codes == OCTETS ? 1 : codes == CRUMBS ? 4 : 2;
+constexpr int fields_of(int codes) {  // codes of a word
+  return codes == OCTETS ? 4 : codes == CRUMBS || codes == CRUMBS3 ? 16 : 8;
+}
+constexpr int x_planes_of(int codes) {  // of numbers of x; for E2M1_HALVES each has zeros in a half
+  return codes == E2M1_HALVES ? 4 : fields_of(codes) / 4;
 }
 constexpr int sets_of(int codes) {  // planes of one scale are a set
-  return codes == E2M1_HALVES || codes == Q6 || (codes == OCTETS && !WIDE_SUMS) ? 2 : 1;
+  return codes == E2M1_HALVES || codes == Q6 || has_halves(codes) ? 2 : 1;
 }
 
-// The bits above the codes of a plane, from bit 4 of each byte on (formats/k_quants.py, KQuant).
-template <int BITS>
+constexpr int high_size(int codes) {  // bytes of `high` that belong to SIZE bytes of codes
+  return codes == Q5 ? SIZE / 4 : codes == Q6 || codes == CRUMBS3 ? SIZE / 2 : 0;
+}
+
+// The BITS above the codes of a plane, from bit TO of each byte on. SHARING words of codes have a
+// word of `high` (formats/k_quants.py, KQuant; formats/hqq.py, HQQ3).
+template <int SHARING, int BITS, int TO>
 static Bytes above(const uint8_t *high, int plane) {
-  constexpr int SHARING = 4 / BITS;  // words of codes that have a word of high
   alignas(SIZE) static const auto index = [] {
     struct { uint32_t word[LANES], shift[LANES]; } table;
     for (int n = 0; n < LANES; n++) {
       table.word[n] = n / SHARING;
-      table.shift[n] = n % SHARING * 2 * BITS;
+      table.shift[n] = n % SHARING * (8 / SHARING);
     }
     return table;
   }();
   const Bytes words = SHARING == 2 ? load_half(high) : load_quarter(high);
   const Bytes bits = right_each(choose(words, load(index.word)), load(index.shift));
-  return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), 4);
+  return left(both(right(bits, BITS * plane), fill(BITS == 1 ? 0x01010101 : 0x03030303)), TO);
 }
 
 // Decode SIZE bytes of codes to the planes' unsigned bytes.
 template <int CODES>
 static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
   const Bytes words = load(codes), low_nibbles = fill(0x0F0F0F0F);
-  if constexpr (CODES == CRUMBS) {
-    for (int n = 0; n < 4; n++) plane[n] = both(right(words, 2 * n), fill(0x03030303));
+  if constexpr (fields_of(CODES) == 16) {
+    for (int n = 0; n < 4; n++) {
+      plane[n] = both(right(words, 2 * n), fill(0x03030303));
+      if constexpr (CODES == CRUMBS3) plane[n] = either(plane[n], above<2, 1, 2>(high, n));
+    }
     return;
   }
   if constexpr (CODES == OCTETS && WIDE_SUMS) {
@@ -100,14 +123,18 @@ static void decode(const uint8_t *codes, const uint8_t *high, Bytes *plane) {
     const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     for (int n = 0; n < 2; n++) plane[n] = look_up(table, plane[n]);
   }
-  if constexpr (CODES == E2M1_HALVES)
-    for (int n = 0; n < 2; n++) {
-      plane[n + 2] = both(plane[n], fill(0xFFFF0000));
-      plane[n] = both(plane[n], fill(0x0000FFFF));
+  if constexpr (CODES == IQ4) {  // the number, plus 128
+    const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
+                                        197, 217, 241);
+    for (int n = 0; n < 2; n++) plane[n] = look_up(table, plane[n]);
+    for (int n = 0; n < 2 && has_halves(CODES); n++) {
+      plane[n + 2] = both(right(plane[n], 4), low_nibbles);
+      plane[n] = both(plane[n], low_nibbles);
     }
+  }
   if constexpr (CODES == Q5 || CODES == Q6)
     for (int n = 0; n < 2; n++)
-      plane[n] = either(plane[n], above<CODES == Q5 ? 1 : 2>(high, n));
+      plane[n] = either(plane[n], CODES == Q5 ? above<4, 1, 4>(high, n) : above<2, 2, 4>(high, n));
 }
 
 static float bf16(const uint8_t *p, int n = 0) {
@@ -204,10 +231,15 @@ static Affine read_scales(const Weight &w, const RowScales &r, int g, int n) {
       a.s[1] = product(to_floats(signed_right(left(pairs, 16), 24)), step);
       break;
     }
+    case KX: {
+      const Floats step = choose(load_f16(r.steps + g / 8 * 2, blocks), of_block(1, 0));
+      a.s[0] = product(to_floats(signed_right(left(load_u8(r.scale + g, n), 24), 24)), step);
+      break;
+    }
   }
   a.o[0] = product(a.s[0], spread(w.zero));
   a.o[1] = product(a.s[1], spread(w.zero));
-  if (w.codes == OCTETS) {  // two nibbles
+  if (has_halves(w.codes)) {
     a.s[1] = product(a.s[0], spread(16.f));
     a.o[1] = spread(0.f);
   }
@@ -228,7 +260,7 @@ struct Inputs {
     codes = w.codes, in = w.in;
     values.resize((int64_t)n * in + LANES);
     if (codes == BF16) return;
-    const int fields = codes == CRUMBS ? 16 : codes == OCTETS ? 4 : 8;
+    const int fields = fields_of(codes);
     group = w.group, words = group / fields, groups = in / group, sets = sets_of(codes);
     stride = groups + LANES;
     blocks = (in / fields + LANES - 1) / LANES;
@@ -238,6 +270,7 @@ struct Inputs {
     digits.resize(n * digit_bytes);
     const int64_t last = digit_bytes / blocks;  // numbers after the row's end are 0
     for (int k = 1; k <= n; k++) std::memset(digits.data() + k * digit_bytes - last, 0, last);
+    if (codes == E2M1_HALVES) std::fill(digits.begin(), digits.end(), 0);
     for (int k = 1; k <= n; k++) std::fill_n(units.data() + k * stride - LANES, LANES, 0.f);
     for (int k = 1; k <= n * sets; k++) std::fill_n(sums.data() + k * stride - LANES, LANES, 0.f);
     const int shift = __builtin_ctz(words);
@@ -258,19 +291,20 @@ struct Inputs {
     if (largest_bits >= 0x7F800000) largest = NAN;  // of infinity too: it has no unit
     const float unit = largest < 1e-30f ? 1e-30f : largest / 32512.f, inverse = 1 / unit;
     units[(int64_t)n * stride + g] = unit;
-    const int planes = x_planes_of(codes);
+    const int planes = fields_of(codes) / 4, x_planes = x_planes_of(codes);
     const int byte_step = codes == Q6 ? 4 : planes * words, plane_step = codes == Q6 ? 16 : words;
     int32_t sum[2] = {0, 0};
     for (int m = 0; m < planes; m++)
       for (int j = 0; j < 4; j++) {
         const int set = codes == Q6 ? m : codes == E2M1_HALVES ? j / 2 : 0;
         const float *from = x + m * plane_step + j * byte_step;
+        const int x_plane = codes == E2M1_HALVES ? set * 2 + m : m;
         int32_t added = 0;
         for (int i = 0; i < words; i++) {
           const int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
           const int high = (value + 128) >> 8, word = g * words + i;
           int8_t *to = digits.data() + n * digit_bytes +
-                       ((int64_t)(word / LANES) * planes + m) * 2 * SIZE + word % LANES * 4 + j;
+                       ((int64_t)(word / LANES) * x_planes + x_plane) * 2 * SIZE + word % LANES * 4 + j;
           to[0] = high, to[SIZE] = value - high * 256;
           added += value;
         }
@@ -284,7 +318,7 @@ struct Inputs {
 // Products ----------------------------------------------------------------------------------------
 
 static void prefetch(const uint8_t *from, int64_t bytes) {
-  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, _MM_HINT_T0);
+  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, HINT);
 }
 
 // Prefetch what a row has beside its codes. Past the tensor's end a prefetch does nothing.
@@ -305,6 +339,7 @@ static void prefetch_rows(const Weight &w, int64_t e, int64_t row, int64_t rows,
 // needed: a load that reaches over the store before it waits until that is in the cache.
 static Floats of_words(const float *groups, int shift, Bytes index) {
   if (LANES >> shift <= 1) return spread(*groups);
+  if (shift == 0) return floats(groups);
   return choose(LANES >> shift <= 4 ? four_floats(groups) : floats(groups), index);
 }
 
@@ -313,7 +348,7 @@ template <int CODES, int T>
 static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const Inputs &x,
                        const int *which, float *scratch, float *out) {
   constexpr int PLANES = planes_of(CODES), XPLANES = x_planes_of(CODES), SETS = sets_of(CODES);
-  constexpr int HIGH_SIZE = CODES == Q5 ? SIZE / 4 : SIZE / 2;
+  constexpr int HIGH_SIZE = high_size(CODES);
   const int stride = x.stride, groups = x.groups, shift = __builtin_ctz(x.words);
   const Bytes index = load(x.group_of);
   const int8_t *digits[T];
@@ -347,27 +382,25 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
       for (int t = 0; t < T; t++) {
         const int8_t *xs = digits[t] + (int64_t)b * XPLANES * 2 * SIZE;
         for (int set = 0; set < SETS; set++) {
-          Bytes upper = none(), lower = none();
-          for (int p = set * PLANES / SETS; p < (set + 1) * PLANES / SETS; p++) {
-            const int8_t *operand = xs + p % XPLANES * 2 * SIZE;
-            upper = dot(upper, plane[p], load(operand));
-            lower = dot(lower, plane[p], load(operand + SIZE));
-          }
+          constexpr int N = XPLANES == 4 && SETS == 2 ? 2 : PLANES / SETS;  // planes of a set
+          const int8_t *operands[N];
+          for (int n = 0; n < N; n++) operands[n] = xs + (set * N + n) % XPLANES * 2 * SIZE;
+          const Floats found = dot_digits<N>(plane + set * N % PLANES, operands);
           const float *scales = scratch + (t * SETS + set) * stride + first_group;
-          sum[t] = add_product(total(upper, lower), of_words(scales, shift, index), sum[t]);
+          sum[t] = add_product(found, of_words(scales, shift, index), sum[t]);
         }
       }
     };
 
     const uint8_t *codes = w.at(Part::CODES, e, row), *high = w.at(HIGH, e, row);
     for (int b = 0; b < whole; b++) {
-      if (PREFETCH) _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, _MM_HINT_T0);
+      if (PREFETCH) _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, HINT);
       block(b, codes + b * SIZE, high + b * HIGH_SIZE);
     }
     if (rest) {  // x is 0 after the row's end
       uint8_t last[SIZE] = {}, last_high[SIZE] = {};
       std::memcpy(last, codes + whole * SIZE, rest);
-      if (CODES == Q5 || CODES == Q6)
+      if (HIGH_SIZE)
         std::memcpy(last_high, high + whole * HIGH_SIZE, w.row_bytes[HIGH] - whole * HIGH_SIZE);
       block(whole, last, last_high);
     }
@@ -386,7 +419,7 @@ static void dot_bf16(const Weight &w, int64_t e, int64_t row, int rows, const In
     for (int t = 0; t < T; t++) even[t] = odd[t] = spread(0.f);
     int i = 0;
     for (; i + 2 * LANES <= w.in; i += 2 * LANES) {
-      if (PREFETCH) _mm_prefetch((const char *)weights + 2 * i + PREFETCH, _MM_HINT_T0);
+      if (PREFETCH) _mm_prefetch((const char *)weights + 2 * i + PREFETCH, HINT);
       const Floats a = bf16_floats(weights + 2 * i), b = bf16_floats(weights + 2 * (i + LANES));
       for (int t = 0; t < T; t++) {
         even[t] = add_product(a, floats(values[t] + i), even[t]);
@@ -406,7 +439,8 @@ template <int T>
 static Dot dot_for(int codes) {
   constexpr Dot all[] = {dot_packed<NIBBLES, T>, dot_packed<E2M1, T>, dot_packed<E2M1_HALVES, T>,
                          dot_packed<CRUMBS, T>,  dot_packed<OCTETS, T>, dot_packed<Q5, T>,
-                         dot_packed<Q6, T>,      dot_bf16<T>};
+                         dot_packed<Q6, T>,      dot_packed<IQ4, T>,    dot_packed<CRUMBS3, T>,
+                         dot_bf16<T>};
   return all[codes];
 }
 

@@ -37,7 +37,21 @@ static Bytes look_up(__m128i table, Bytes index) {
 }
 // sum += the products of four neighboring bytes, unsigned times signed
 static Bytes dot(Bytes sum, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(sum, codes, x); }
-static Floats total(Bytes high, Bytes low) {
+// The sum of N planes' products with both digits of x: those of a plane are SIZE bytes apart
+template <int N>
+static Floats dot_digits(const Bytes *planes, const int8_t *const *x) {
+#ifdef CHAIN
+  Bytes sum = none();
+  for (int n = 0; n < N; n++) sum = dot(sum, planes[n], load(x[n]));
+  sum = _mm512_slli_epi32(sum, 8);
+  for (int n = 0; n < N; n++) sum = dot(sum, planes[n], load(x[n] + SIZE));
+  return _mm512_cvtepi32_ps(sum);
+#endif
+  Bytes high = none(), low = none();
+  for (int n = 0; n < N; n++) {
+    high = dot(high, planes[n], load(x[n]));
+    low = dot(low, planes[n], load(x[n] + SIZE));
+  }
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
 }
 static Floats floats(const float *p) { return _mm512_loadu_ps(p); }
@@ -56,9 +70,11 @@ static void store(float *p, Floats a) { _mm512_storeu_ps(p, a); }
 // The first n of LANES numbers, or all; 0 for the others
 static uint32_t first(int n) { return _bzhi_u32(~0u, n); }
 static Bytes load_u8(const uint8_t *p, int n) {
+  if (n >= 16) return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
   return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(n), p));
 }
 static Bytes load_u16(const uint8_t *p, int n) {
+  if (n >= 16) return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
 }
 static Floats load_f16(const uint8_t *p, int n) {
@@ -95,10 +111,17 @@ static Bytes look_up(__m128i table, Bytes index) {
 static Bytes dot(Bytes sum, Bytes codes, Bytes x) {
   return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
 }
-static Floats total(Bytes high, Bytes low) {
+static Floats to_floats(Bytes a) { return _mm256_cvtepi32_ps(a); }
+template <int N>
+static Floats dot_digits(const Bytes *planes, const int8_t *const *x) {
+  Bytes high = none(), low = none();
+  for (int n = 0; n < N; n++) {
+    high = dot(high, planes[n], load(x[n]));
+    low = dot(low, planes[n], load(x[n] + SIZE));
+  }
   high = _mm256_madd_epi16(high, _mm256_set1_epi16(256));
   low = _mm256_madd_epi16(low, _mm256_set1_epi16(1));
-  return _mm256_cvtepi32_ps(_mm256_add_epi32(high, low));
+  return to_floats(_mm256_add_epi32(high, low));
 }
 static Floats floats(const float *p) { return _mm256_loadu_ps(p); }
 static Floats four_floats(const float *p) { return _mm256_castps128_ps256(_mm_loadu_ps(p)); }
@@ -112,7 +135,6 @@ static float sum_of(Floats a) {
 }
 static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 static Floats as_floats(Bytes a) { return _mm256_castsi256_ps(a); }
-static Floats to_floats(Bytes a) { return _mm256_cvtepi32_ps(a); }
 static Floats spread(float a) { return _mm256_set1_ps(a); }
 static Bytes larger(Bytes a, Bytes b) { return _mm256_max_epi32(a, b); }
 static Bytes signed_right(Bytes a, int n) { return _mm256_sra_epi32(a, _mm_cvtsi32_si128(n)); }

@@ -135,16 +135,31 @@ class PromptBody(StrictModel):
         found: list[Item] = []
         if system := blocks_text(self.system):
             found.append({"role": "system", "content": system})
+        for role, blocks in self.turns():
+            found += [assistant_message(blocks)] if role == "assistant" else others(role, blocks)
+        if found[-1].get("tool_calls"):
+            raise ValueError("messages: the last one calls a tool: send its tool_result, too")
+        if found[-1] == {"role": "assistant", "content": ""}:  # nothing to continue
+            del found[-1]
+        if not found:
+            raise ValueError(WRONG_MESSAGES)
+        return found
+
+    def turns(self) -> list[tuple[str, list]]:
+        """Return the messages' roles and blocks. Those of a role that follow each other are one.
+
+        Raises ValueError.
+        """
+        found: list[tuple[str, list]] = []
         for message in self.messages:
             role, content = message.get("role"), message.get("content")
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
             if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
                 raise ValueError(WRONG_MESSAGES)
-            found += assistant_message(blocks) if role == "assistant" else others(role, blocks)
-        if found and found[-1].get("tool_calls"):
-            raise ValueError("messages: the last one calls a tool: send its tool_result, too")
-        if not found:
-            raise ValueError(WRONG_MESSAGES)
+            if found and found[-1][0] == role:
+                found[-1] = role, found[-1][1] + blocks
+            else:
+                found.append((role, blocks))
         return found
 
 
@@ -194,8 +209,8 @@ def block_text(block: Any) -> str:
         raise ValueError(WRONG_MESSAGES if is_general else str(error)) from None
 
 
-def assistant_message(blocks: list) -> list[Item]:
-    """Return an answer of the history as a message; none if it is empty."""
+def assistant_message(blocks: list) -> Item:
+    """Return an answer of the history as a message. Raises ValueError."""
     message: Item = {"role": "assistant", "content": ""}
     thoughts, calls = [], []
     for block in blocks:
@@ -211,7 +226,7 @@ def assistant_message(blocks: list) -> list[Item]:
         message["tool_calls"] = calls
     if found := [text for text in thoughts if text and isinstance(text, str)]:
         message["reasoning_content"] = "\n\n".join(found)
-    return [message] if len(message) > 2 or message["content"] else []
+    return message
 
 
 def others(role: str, blocks: list) -> list[Item]:

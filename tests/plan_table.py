@@ -2,8 +2,8 @@
 
     python -m tests.plan_table         # rewrites the block in docs/gpus.md
 
-Each plan is that of `generate.py --model NAME --dry_run --gpu CARD`, whose config.json is replaced
-by the published shapes in models/.
+Each plan is that of `generate.py --model NAME --dry_run --gpu CARD`. The published shapes in
+models/ replace config.json.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
-"""Long prompts by `PromptRunner`, under Triton's interpreter, for tests/test_step_through.py."""
+"""Long prompts by `PromptRunner`: for tests/test_step_through.py, and on a GPU for test_cuda.py."""
 
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -13,21 +14,26 @@ from runtime.fused_prompt import PromptRunner
 from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, small_model
 
 
-def prompt_errors(family: str, format: str, layers: int, **changes) -> dict[str, float]:
+def prompt_errors(
+    family: str, format: str, layers: int, device: str = "cpu", **changes
+) -> dict[str, float]:
     """Compare two chunks of a prompt by `PromptRunner` with plain ones: logits, and caches.
 
-    layers: how many of the model have kernels.
+    layers: how many of the model have kernels. device: on a CPU Triton's interpreter runs them.
     """
-    model, found = small_model(family, format, **changes), []
-    takes = lambda self, x, context: context.chunk is not None  # noqa: E731
-    with mock.patch.object(PromptRunner, "takes", takes), as_on_a_gpu():
+    model, found = small_model(family, format, **changes).to(device), []
+    with ExitStack() as stack:
+        if device == "cpu":
+            takes = lambda self, x, context: context.chunk is not None  # noqa: E731
+            stack.enter_context(mock.patch.object(PromptRunner, "takes", takes))
+            stack.enter_context(as_on_a_gpu())
         for runner in (None, PromptRunner(model, fused_layers(model), None)):
             for state in model.states:
                 state.reset()
             assert runner is None or len(runner.layers) == layers
-            logits, row = [], torch.tensor([0])
+            logits, row = [], torch.tensor([0], device=device)
             for begin, end in ((0, 40), (40, 73)):
-                tokens = torch.arange(begin, end).unsqueeze(0) * 7 % 32
+                tokens = torch.arange(begin, end, device=device).unsqueeze(0) * 7 % 32
                 options = dict(all_positions=True, runner=runner)
                 logits.append(model(tokens, Chunk(row, end), **options)[0])
             buffers = [buffer.float() for state in model.states for buffer in state.buffers()]

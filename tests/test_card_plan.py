@@ -1,4 +1,4 @@
-"""The plan for a card: what is chosen where the options leave it open, and its three lines."""
+"""The plan for a card: the choice where options leave it open, and its three lines."""
 
 import argparse
 import dataclasses
@@ -101,7 +101,7 @@ def test_what_is_published_quantized_keeps_its_format():
     (
         (("--max_seq_len", "40960"), "int4 offloaded"),  # all weights would leave no place for it
         (("--max_seq_len", "2048"), "int4"),
-        (("--decode_kernels", "fused", "--max_seq_len", "40960"), None),
+        (("--decode_kernels", "fused", "--max_seq_len", "40960"), "int4 offloaded"),
         (("--offload", "--gpu_experts", "64"), "bf16 offloaded"),
     ),
 )
@@ -201,7 +201,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(
 def test_the_chosen_format_is_downloaded_and_found_again(
     hub, make_family, on_card, monkeypatch, capsys, tmp_path
 ):
-    """The second time nothing is asked of the network."""
+    """The second time the network is not needed."""
     monkeypatch.chdir(tmp_path)
     put_on_hub(hub, make_family("mixtral").hf_directory)
     options = parse("generate", "--model", REPO)
@@ -283,7 +283,7 @@ def test_a_card_is_known_by_its_name_and_size(name, gib, known, monkeypatch):
     card = card_here(CUDA)
     assert card.name == name and card.gpu is gpu.KNOWN["sm_80"]
     assert card.bandwidth == (sold(known).bandwidth if known else 0)
-    assert (token_seconds(card, GB, 1, True) > 0) == (known is not None)
+    assert (token_seconds(card, GB, 0.0) > 0) == (known is not None)
 
 
 def test_names_of_cards():

@@ -126,6 +126,33 @@ def test_fused_kernels_need_a_compiled_step(parser, more, message):
 
 
 @pytest.mark.parametrize(
+    ("argv", "on_gpu", "compiled"),
+    (
+        ((), True, True),
+        ((), False, False),
+        (("--compile",), True, True),
+        (("--compile",), False, True),
+        (("--eager",), True, False),
+        (("--decode_kernels", "fused"), True, True),
+        (("--compile_cache", "x"), True, True),
+    ),
+)
+def test_a_gpu_compiles_by_default(parser, argv, on_gpu, compiled):
+    given = parser.parse_args(argv)
+    options.check_model_options(given)
+    options.choose_compile(given, on_gpu)
+    assert given.compile is compiled
+
+
+@pytest.mark.parametrize("argv", (("--decode_kernels", "fused"), ("--compile_cache", "x")))
+def test_options_of_compiled_code_need_it_on_a_cpu(parser, argv):
+    given = parser.parse_args(argv)
+    options.check_model_options(given)  # the device is not known yet
+    with pytest.raises(ValueError, match=f"{argv[0]}.* is about .*: add --compile"):
+        options.choose_compile(given, on_gpu=False)
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     (("16GB", 16e9), ("900MB", 9e8), ("1.5 gb", 1.5e9), ("2G", 2e9), ("0.5m", 5e5)),
 )

@@ -145,6 +145,19 @@ def test_litellm_calls_a_tool(litellm):
     assert second.choices[0].message.content == "It rains."
 
 
+def test_litellm_takes_anthropics_api(litellm, server):
+    server.answer = lambda prompt: f"<think>Why?</think>Hm.\n{CALL}"
+    ask = partial(litellm.package.completion, "anthropic/any", QUESTION, tools=[WEATHER])
+    address = {"api_base": server.url, "api_key": "none", "num_retries": 0, "max_tokens": 300}
+    choice = ask(**address).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
+    chunks = list(ask(stream=True, **address))
+    found = litellm.package.stream_chunk_builder(chunks).choices[0].message
+    assert found.content == "Hm."
+    for call in (choice.message.tool_calls[0], found.tool_calls[0]):
+        assert json.loads(call.function.arguments) == {"city": "Rom"}
+
+
 def test_litellm_knows_that_a_prompt_is_too_long(litellm):
     with pytest.raises(litellm.package.ContextWindowExceededError):
         litellm([{"role": "user", "content": "x " * LENGTH}])

@@ -22,7 +22,7 @@ from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, load_library
 BOUND = 3e-4  # a fraction of the largest output
 COMPILED = (
     *("int4", "mxfp4", "q4_k", "hqq2", "int8", "nvfp4", "hqq4", PLAIN),
-    *("uint4", "q8_0", "q4_0", "q5_k", "q6_k"),
+    *("uint4", "q8_0", "q4_0", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "hqq3"),
 )
 ACTIVATIONS = (swiglu, geglu, partial(clamped_swiglu, limit=2.0, alpha=1.702))
 LEVELS = "native", "x86-64-v3"  # the second: AVX2
@@ -253,7 +253,7 @@ def test_wrong_tensors_are_refused(pools):
         CPUThreads(0)
 
 
-@pytest.mark.parametrize("name", ("hqq3", "fp8", "iq4_nl"))
+@pytest.mark.parametrize("name", ("fp8", "fp8b"))
 def test_other_formats_run_in_plain_pytorch(pools, name):
     layer = random_layer(pools["native"], name, 64, 64)
     assert layer.layer is None

@@ -58,6 +58,7 @@ from runtime.session import Session, SessionOptions
 from runtime.session_prompts import MAX_SHORT_CHUNKS
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
+from tests.prompts_without_gpu import prompt_errors
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
@@ -1091,6 +1092,25 @@ def test_one_token_of_a_delta_layer(last):
     for name in ("state", "inputs"):
         assert torch.equal(layer[name][gone], before[name][gone])
     assert not layer["arrivals"].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "format", "layers"),
+    (
+        ("qwen3_moe", "fp8", 1),
+        ("olmoe", "int4", 1),
+        ("gpt_oss", "mxfp4", 1),
+        ("granitemoe", "int8", 1),
+        ("qwen2_moe", "q4_0", 1),
+        ("qwen3_next", "int4", 2),
+        ("deepseek_v2", "int8", 1),
+        ("glm4_moe_lite", "int4", 1),
+    ),
+)
+def test_a_long_prompt_by_kernels_is_the_plain_one(family, format, layers):
+    found = prompt_errors(family, format, layers, "cuda")
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
 @torch.no_grad()

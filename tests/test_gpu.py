@@ -284,6 +284,28 @@ def test_launches_of_shared_experts_in_another_format_fit(case):
     assert {"_multiply_each", "_multiply_tiles"} < check_launches(("sm_90",), (case,))
 
 
+AMD_CASES = (
+    "Qwen3-30B-A3B:bf16",
+    "Qwen3-30B-A3B:int8",
+    "Qwen3-30B-A3B:int4",
+    "Mixtral-8x7B:hqq4",
+    "gpt-oss-20b:mxfp4",
+    "GLM-4.7-Flash:fp8",
+    "Qwen3.6-35B-A3B:q4_k",
+    "OLMoE-1B-7B:nvfp4",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu_name", ("gfx942", "gfx1100"))
+@pytest.mark.parametrize("case", AMD_CASES)
+def test_launches_compile_for_amd(gpu_name, case):
+    """One token and a prompt, by Triton's own back end to machine code. None was run there."""
+    pytest.importorskip("triton.backends.amd", reason="Triton without AMD's back end")
+    kernels = check_launches((gpu_name,), (case,), quick=True)
+    assert {"_multiply_sum", "_multiply_each", "join_tokens"} < kernels
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
 @pytest.mark.parametrize(

@@ -310,6 +310,26 @@ def test_the_last_message_of_the_assistant_is_continued(server, ask):
         assert server.prompts[-1].endswith("[user]Weather?[assistant]")
 
 
+def test_messages_of_a_role_that_follow_each_other_are_one(server, ask):
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rom"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
+    turns = [
+        ("user", "One"),
+        ("user", [text("Two")]),
+        ("assistant", "Let me "),
+        ("assistant", [text("see."), call]),
+        ("user", [result]),
+        ("user", "Three"),
+        ("assistant", ""),
+        ("user", "Four"),
+    ]
+    ask(messages=[{"role": role, "content": content} for role, content in turns])
+    found = server.prompts[-1].replace("\n[", "[")
+    assert found.startswith(
+        f"[user]One\n\nTwo[assistant]Let me see.{CALL}[tool]rain[user]Three[assistant]"
+    ) and found.endswith("[user]Four[assistant]")
+
+
 @pytest.mark.parametrize("name", ("output_config", "output_format"))
 def test_an_answer_follows_a_schema(directory, tmp_path, name):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

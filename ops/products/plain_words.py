@@ -1,4 +1,4 @@
-"""Products of words by shifts: what inline assembly computes on NVIDIA GPUs, for all others.
+"""Products of words by shifts, for GPUs other than NVIDIA's, which have inline assembly.
 
 Functions with assembly ask `tl.target_info.is_cuda()` at compile time, and call these elsewhere. A
 word is int32: four bytes, or eight codes of 4 bits. x: four int16 in an int64.

@@ -98,7 +98,7 @@ def e4m3(units):
             pack=2,
         )
     else:
-        bits = (units & 0x80) << 8 | (units & 0x7F) << 7  # of an fp16 number, 2 ** -8 as large
+        bits = (units & 0x80) << 8 | (units & 0x7F) << 7  # an fp16 number's, 2 ** -8 as large
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.bfloat16)
 
 
@@ -124,7 +124,7 @@ def e2m1(units, factor, K: tl.constexpr):
         )
     else:
         code = units >> 4 * K
-        bits = (code & 8) << 12 | (code & 7) << 9  # of an fp16 number, 2 ** -14 as large
+        bits = (code & 8) << 12 | (code & 7) << 9  # an fp16 number's, 2 ** -14 as large
         number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return (number * factor.to(tl.float32) * 2.0**-112).to(tl.bfloat16)
 

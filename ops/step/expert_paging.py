@@ -185,16 +185,16 @@ class Fetch:
 # expert, from registered host memory over the link. A row of `chunks` is one chunk, in
 # words: offset in the blob, offset in the pool's slot 0, distance between slots, size.
 #
-# host is the blobs' address as an integer, annotated int64: Triton would choose the
-# type of an unannotated integer by its value, hence int32 for a low address.
+# host has the blobs' address. As an argument it would be another launch to
+# ops/compile_ahead.py for each layer and run.
 @jit
-def _fetch(experts, slots, host: tl.int64, pool, chunks, count, s: tl.constexpr):
+def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
     CHUNK: tl.constexpr = s.chunk
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
         slot = tl.load(slots + pair)
-        blob = host.to(tl.pointer_type(tl.int32)) + expert * s.blob_words
+        blob = tl.load(host).to(tl.pointer_type(tl.int32)) + expert * s.blob_words
         for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
             row = chunks + chunk * 4
             word, size = tl.arange(0, CHUNK), tl.load(row + 3)
@@ -225,6 +225,12 @@ def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> T
     return torch.tensor(list_chunks(layout, slots)).to(device)
 
 
+@cache
+def _address(address: int, device: torch.device) -> Tensor:
+    """Return an address on the device, made once, since a captured step cannot copy it."""
+    return torch.tensor([address]).to(device)
+
+
 def fetch_by_kernel(
     experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]
 ) -> None:
@@ -236,7 +242,8 @@ def fetch_by_kernel(
     grid = min(len(chunks), PROGRAMS_PER_EXPERT), len(experts)
     s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
     words = pool.view(torch.int32)
-    tensors = experts, slots, host.data_ptr(), words, chunks, len(chunks)
+    address = _address(host.data_ptr(), pool.device)
+    tensors = experts, slots, address, words, chunks, len(chunks)
     launch(_fetch, grid, *tensors, settings=s)
 
 
