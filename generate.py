@@ -22,6 +22,7 @@ from pathlib import Path
 from cli.chat import Chat, greeting, read_requests
 from cli.command import check_stdout, command
 from cli.compile_cache import use_compile_cache
+from cli.compile_helper import start_before_imports
 from cli.folders import user_cache
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
@@ -42,7 +43,7 @@ from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit
 
 if __name__ == "__main__":
-    check_arguments(build_parser, check_options, manage_and_exit)
+    check_arguments(build_parser, check_options, manage_and_exit, start_before_imports)
 
 import torch
 

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from cli.command import command
+from cli.compile_helper import start_before_imports
 from cli.log import log_to_stderr
 from cli.options import choose_compile
 from cli.serve_options import DEFAULT_BATCH, build_parser, check_options
 from cli.startup import check_arguments
 
 if __name__ == "__main__":
-    check_arguments(build_parser, check_options)
+    check_arguments(build_parser, check_options, start_before_imports)
 
 import torch
 

@@ -18,6 +18,7 @@ import threading
 import time
 
 from cli.benchmark_options import add_measure_options
+from cli.compile_helper import start_before_imports
 from cli.parser import Parser
 
 INTERVAL = 0.01
@@ -73,6 +74,7 @@ def kind_of(files: list[str]) -> str:
 def start_once(options: argparse.Namespace) -> dict:
     """Return seconds to the first token of this process, and what they were spent on."""
     started, sampler = float(os.environ[STARTED]), Sampler()
+    start_before_imports(options)
     import torch
 
     from benchmarks.decode_speed import open_session

@@ -1,11 +1,11 @@
 """Compile launches of Triton kernels in processes of a helper, side by side.
 
-    `collect`            notes launches as text: nothing is compiled, nothing runs
-    `Helper.compile`     compiles them, each in a process, into Triton's cache on disk
+    `collect`     notes launches as text: nothing is compiled, nothing runs
+    `main`        compiles them, each in a process, into Triton's cache on disk
 
 A launch that follows finds its kernel in the cache. One process would compile for half a minute:
 Triton's code generator is Python, which holds its lock. The helper has no CUDA context, so it may
-fork. runtime/compile_ahead.py decides what is compiled, and when.
+fork. cli/compile_helper.py starts it; runtime/compile_ahead.py decides what is compiled, and when.
 """
 
 import dataclasses
@@ -13,10 +13,9 @@ import importlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
@@ -28,11 +27,11 @@ from ops.launch import Kernel, collect_only, triton
 
 try:
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime.driver import driver
 except ImportError:  # no kernel is compiled without Triton
-    GPUTarget = driver = None
+    GPUTarget = driver = CudaLauncher = CudaUtils = None
 
-ROOT = Path(__file__).parents[1]
 LEAVE_FREE = 2  # cores of the machine, for the process that waits
 
 
@@ -105,7 +104,11 @@ def cache_folder() -> Path:
 def compile_task(task: str) -> None:
     """Compile a launch into Triton's cache. Raises KernelError."""
     given = json.loads(task)
-    kernel_of(task).compile_for(*decode(given["args"]), **given["options"])
+    code = kernel_of(task).compile_for(*decode(given["args"]), **given["options"])
+    # What calls a kernel is C code of its own in some versions of Triton: 0.4 s of a C compiler.
+    # It needs the driver's library; without it, or in another version, the launch makes it.
+    with suppress(Exception):
+        CudaLauncher(code.src, code.metadata)
 
 
 # The helper ---------------------------------------------------------------------------------------
@@ -129,6 +132,7 @@ def main() -> None:
     given = json.loads(sys.stdin.readline() or "{}")
     if not given:
         return
+    os.environ["TRITON_CACHE_DIR"] = given["cache"]
     capability, *rest = given["gpu"]
     pretend(Gpu(tuple(capability), *rest))
     tasks = given["tasks"]
@@ -136,46 +140,11 @@ def main() -> None:
         importlib.import_module(name)  # once, and not in each process
     workers = max(1, min(len(tasks), (os.cpu_count() or 1) - LEAVE_FREE))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        pool.submit(CudaUtils)  # C code of Triton's own, as in `compile_task`
         running = {pool.submit(compile_task, task): number for number, task in enumerate(tasks)}
         for future in as_completed(running):
             error = future.exception()
             print(json.dumps([running[future], error and str(error)]), flush=True)
-
-
-# The process that needs them ----------------------------------------------------------------------
-
-
-class Helper:
-    """A process that compiles launches. It starts at once, and waits for them."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ops.compile_ahead"],
-            cwd=ROOT,
-            env=os.environ | {"TRITON_CACHE_DIR": str(cache_folder().absolute())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def compile(self, gpu: Gpu, tasks: Sequence[str]) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each task when it is done, and whether it is in Triton's cache.
-
-        One that cannot be compiled is not: the step's own launch then says why. A helper that ends
-        early leaves the other tasks to those launches, too.
-        """
-        given = json.dumps({"gpu": gpu, "tasks": list(tasks)})
-        with suppress(BrokenPipeError):
-            print(given, file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            number, error = json.loads(line)
-            yield number, error is None
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.terminate()
-        self.process.communicate()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compile a session's kernels before its first step, while its weights load.
 
-The helper of ops/compile_ahead.py starts with the loading, since importing Triton takes seconds.
+The helper (cli/compile_helper.py) has started by then, since importing Triton takes seconds.
 The session then names the launches of its steps, which are compiled side by side. A marker beside
 Triton's cache tells later runs that a launch is in there, and another that a model is.
 """
@@ -14,20 +14,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ops.compile_ahead import Helper, cache_folder, signature
+from cli.compile_helper import MARKERS, start, started, stop
+from ops.compile_ahead import cache_folder, signature
 from ops.gpu import Gpu
 from ops.launch import triton
 
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
 log = logging.getLogger("moe_fast")
-helper: list[Helper] = []  # that has been started, at most one
 remembered: list[Path] = []  # the marker of the model that is loaded
-
-
-def start() -> None:
-    """Start the helper, which imports Triton meanwhile."""
-    if not helper and triton is not None:
-        helper.append(Helper())
 
 
 def start_compiling(source, device: torch.device) -> None:
@@ -42,15 +36,14 @@ def start_compiling(source, device: torch.device) -> None:
         start()
 
 
-def stop() -> None:
-    """End the helper."""
-    while helper:
-        helper.pop().close()
+def stop_compiling() -> None:
+    """End the helper: no kernels are compiled ahead."""
+    stop()
 
 
 def folder() -> Path:
     """Return the folder of markers, beside what Triton has compiled."""
-    return cache_folder() / "ahead"
+    return cache_folder() / MARKERS
 
 
 def digest(text: str) -> str:
@@ -71,7 +64,7 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
         folder().mkdir(parents=True, exist_ok=True)
         begin, options = time.perf_counter(), {"leave": False, "disable": None}
         with tqdm(total=len(missing), bar_format=BAR, **options) as progress:
-            for number, is_done in helper[0].compile(gpu, missing):
+            for number, is_done in started[0].compile(gpu, missing, cache_folder()):
                 progress.update(1)
                 if is_done:
                     markers[missing[number]].touch()

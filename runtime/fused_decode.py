@@ -23,7 +23,7 @@ from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
 from runtime.fused_prompt import PromptRunner
-from runtime.runner import CompiledRunner, share_code
+from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
 
@@ -66,6 +66,7 @@ class FusedRunner(CompiledRunner):
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
         self.is_fused = False  # the call in progress runs the kernels
+        self.is_prompt = False  # it has more tokens than a step has
         self.checked: dict[Hashable, bool] = {}  # of `runs`
         self.fused = fused_layers(model, self.make_layer)
         self.layers = {id(block): layer for block, layer in self.fused.items()}
@@ -78,10 +79,10 @@ class FusedRunner(CompiledRunner):
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = self.can_begin_fused(model)
-        self.compiled_begin_tokens = self.compile(begin_plainly, options=BEGIN_OPTIONS)
-        self.compiled_end_tokens = self.compile(end_tokens)
+        self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
+        self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile(last_norm)
-        compiled_core = self.compile(run_core)
+        compiled_core = self.compile_few(run_core)
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
             if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
@@ -90,7 +91,16 @@ class FusedRunner(CompiledRunner):
             return compiled_core(attention, projected, context)
 
         self.compiled_core = core
-        self.compiled_unfused = self.compile(run_unfused)
+        self.compiled_unfused = self.compile_few(run_unfused)
+
+    def compile_few(self, function: Callable, **options) -> Callable:
+        """Compile a function for a step's tokens. More, a prompt's, run it as it is.
+
+        They are captured, too, and the compiler would delay the first token by seconds.
+        """
+        compiled = self.compile(function, **options)
+        plain = partial(without_broken_kernels, function)
+        return lambda *given: (plain if self.is_prompt else compiled)(*given)
 
     def prompt_runner(self) -> PromptRunner:
         return PromptRunner(self.model, self.fused, self.head)
@@ -144,6 +154,7 @@ class FusedRunner(CompiledRunner):
         is_prompt = len(tokens) == 1 and tokens.numel() in self.prompt_chunks
         is_few = tokens.numel() <= self.max_tokens
         self.is_fused = (is_prompt or is_few) and not isinstance(span, Chunk)
+        self.is_prompt = tokens.numel() > MAX_FEW
         if not self.is_fused:
             return super().begin(model, tokens, span)
         if self.begins_fused and (found := self.begin_fused(model, tokens, span)):

@@ -13,7 +13,7 @@ from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
 from ops.step.token_draw import draw_tokens
-from runtime.compile_ahead import compile_ahead, stop
+from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner
 from runtime.graphs import GraphCache
 from runtime.logit_edits import set_edits
@@ -71,8 +71,8 @@ class Prompts(DecodeSteps):
     def compile_kernels(self) -> None:
         """Compile the kernels of steps and short prompts side by side, if they are fused ones."""
         runner = self.runner
-        if not self.captured or not isinstance(runner, FusedRunner) or runner.all_reduces:
-            stop()
+        if not self.captured or type(runner) is not FusedRunner or runner.all_reduces:
+            stop_compiling()
             return
         steps = sorted({size for size in (1, 2, 4, 8, self.batch) if size <= self.batch})
 

@@ -64,6 +64,7 @@ NARROWER = {
     ("models", "tokenizer"): {"models.converter"},
     **{
         ("runtime", other): {"runtime.loading"}
+        | ({"runtime.compile_ahead"} if other == "cli" else set())
         for other in ("cli", "checkpoint", "formats", "models", "gguf_files", "parallel", "tp")
     },
 }

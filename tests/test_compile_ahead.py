@@ -4,6 +4,7 @@ import pytest
 import torch
 from without_gpu import run_without_gpu
 
+from cli import compile_helper
 from ops import inductor
 from ops.gpu import KNOWN
 from runtime import compile_ahead as ahead
@@ -27,7 +28,7 @@ class FakeHelper:
     def __init__(self, count: int):
         self.count, self.closed, self.given = count, False, None
 
-    def compile(self, gpu, tasks):
+    def compile(self, gpu, tasks, cache):
         self.given = list(tasks)
         yield from ((number, number != 1) for number in range(min(self.count, len(tasks))))
 
@@ -44,7 +45,8 @@ def compile_some(monkeypatch, tmp_path):
 
     def run(tasks: list[str], count: int) -> tuple[FakeHelper, int]:
         fake = FakeHelper(count)
-        monkeypatch.setattr(ahead, "helper", [fake])
+        monkeypatch.setattr(compile_helper, "started", [fake])
+        monkeypatch.setattr(ahead, "started", compile_helper.started)
         return fake, ahead.compile_ahead(tasks, GPU)
 
     return run
