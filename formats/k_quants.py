@@ -266,7 +266,7 @@ def fit_affine(grouped: Tensor, top: int) -> tuple[Tensor, Tensor]:
     total, square = x.sum(0), x.square().sum(0)
     best = torch.full_like(low, torch.inf)
     scale, least = torch.zeros_like(low), torch.zeros_like(low)
-    for shrink in (1.0, 0.95, 0.9):
+    for shrink in (1.0, 1.05, 0.95, 0.9, 0.85):
         start = (low + span * (1 - shrink) / 2).clamp(max=0)  # shrinks on both sides alike
         inverse = divide(torch.full_like(span, top / shrink), span)
         codes = (x - start).mul_(inverse).round_().clamp_(0, top)

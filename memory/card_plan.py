@@ -26,7 +26,6 @@ from parallel import process_group
 from runtime.fused_layer import fused_layers
 from runtime.memory import free_gpu_memory, free_host_memory
 from runtime.weights import bytes_per_token
-from tp import ModelShard
 
 log = logging.getLogger("moe_fast")
 
@@ -102,9 +101,7 @@ class Plan(NamedTuple):
 def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> Plan:
     """Return the plan of a choice. name: of the model. published: its sizes as it is."""
     setup, sizes = choice.setup, choice.setup.sizes
-    # Plain weights of `sizes.model` are in fp32.
-    model = ModelShard(sizes.whole_args, sizes.format, sizes.parallel, 0, sizes.ranks).model
-    model, card, fused = model.to(sizes.dtype), place.card, 0
+    model, card, fused = sizes.typed_model, place.card, 0
     if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
         fused = len(fused_layers(model))
     experts, copied = None, 0
@@ -220,13 +217,13 @@ def dry_run(
     place = place_of(options, device)
     if place is None:
         raise ValueError("--dry_run plans for a GPU, and there is none here: add --gpu NAME")
-    plan = process_group.share(lambda: plan_source(options, place, find_source()))
+    plan = process_group.share(lambda: plan_setup(options, place, setup_of(options, find_source())))
     return plan.lines(not options.eager)
 
 
-def plan_source(options: argparse.Namespace, place: Place, source) -> Plan:
-    """Return the plan for a source. Raises ValueError as `dry_run`."""
-    setup, name = setup_of(options, source), name_of(options)
+def plan_setup(options: argparse.Namespace, place: Place, setup: Setup) -> Plan:
+    """Return the plan for a model. Raises ValueError as `dry_run`."""
+    name = name_of(options)
     choice = choose(setup, place.memory, freedom(options, setup, is_open(options)))
     if choice is None:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from cli.options import DEFAULT_CHAT_LENGTH
 from formats.kv_cache import KV_CACHES
 from formats.packed import weight_bytes
-from model import ModelArgs
+from model import ModelArgs, Transformer
 from models import build_model, family_of
 from models.random_weights import first_layers
 from offload.plan import (
@@ -61,6 +61,12 @@ class ModelSizes:
     def weights(self) -> int:
         """Bytes of all weights."""
         return weight_bytes(self.model, self.dtype)
+
+    @cached_property
+    def typed_model(self) -> Transformer:
+        """The model on the meta device, plain weights in `dtype`: those of `model` are in fp32."""
+        shard = ModelShard(self.whole_args, self.format, self.parallel, 0, self.ranks)
+        return shard.model.to(self.dtype)
 
     @cached_property
     def experts(self) -> ExpertSizes:

@@ -43,8 +43,7 @@ PARTS = (
 ACTIVATIONS = "silu", "clamped", "gelu"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-BLOCKS = "q4_k", "q5_k", "q6_k"  # kinds whose C++ code reads `step`
-UINT4, IQ4_XS, NO_SCALE = 6, 10, 11  # of Scales
+UINT4, IQ4_XS, NO_SCALE, F16_PAIR = 6, 10, 11, 12  # of Scales
 HQQ2, HQQ3, PLAIN_CODES = 3, 8, 9  # of Codes
 
 
@@ -308,8 +307,6 @@ class HostWeight:
         fields = format.codes_per_word
         if format.kind not in KINDS or fields not in (4, 8, 16):
             return False
-        if format.kind in BLOCKS and "step" not in self.parts:  # q4_1, q5_1
-            return False
         words, scale = self.packing // fields, self.parts["scale"].dtype
         reads = scale == torch.bfloat16 if format.per_row else True
         return reads and words & (words - 1) == 0
@@ -343,6 +340,8 @@ def weight_struct(weight: HostWeight, bias: Tensor | None) -> WeightStruct:
         scales = FLOAT_SCALES.get(parts["scale"].dtype) if kind.scales is None else kind.scales
         if format.kind == "hqq" and "zero_step" not in parts:
             scales = UINT4
+        if format.kind in ("q4_k", "q5_k") and "step" not in parts:  # q4_1, q5_1
+            scales = F16_PAIR
         made.scales = IQ4_XS if format.kind == "iq4" and "step" in parts else scales
     for name, part in parts.items():
         n = PARTS.index("high" if name == "third" else name)

@@ -41,7 +41,7 @@ constexpr int LINE = 64;         // bytes that cores exchange
 enum Codes { NIBBLES, E2M1, E2M1_HALVES, CRUMBS, OCTETS, Q5, Q6, IQ4, CRUMBS3, BF16 };
 // How scales are stored
 enum Scales {
-  BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, KX, NO_SCALE
+  BF16_SCALE, F16_SCALE, F32_SCALE, OF_ROW, E8M0, E4M3, UINT4, HQQ, K4, K6, KX, NO_SCALE, F16_PAIR
 };
 // Tensors of a weight
 enum Part {
@@ -222,6 +222,15 @@ static Affine read_scales(const Weight &w, const RowScales &r, int g, int n) {
       const Bytes pairs = load_u16(r.scale + 2 * g, n);
       a.s[0] = product(to_floats(both(pairs, fill(0xFFu))), choose(steps, of_block(2, 0)));
       a.o[0] = product(to_floats(right(pairs, 8)), choose(steps, of_block(2, 1)));
+      return a;
+    }
+    case F16_PAIR: {
+      float scale[LANES] = {}, least[LANES] = {};
+      for (int k = 0; k < n; k++) {
+        scale[k] = f16(r.scale + 4 * g, 2 * k);
+        least[k] = f16(r.scale + 4 * g, 2 * k + 1);
+      }
+      a.s[0] = floats(scale), a.o[0] = floats(least);
       return a;
     }
     case K6: {

@@ -6,14 +6,17 @@ Each plan is that of `generate.py --model NAME --dry_run --gpu CARD`. The publis
 models/ replace config.json.
 """
 
+import argparse
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from cli.generate_options import build_parser, check_options
 from hub.describe import Described
-from memory.card_plan import Plan, place_of, plan_source
+from memory.card_plan import Plan, place_of, plan_setup, setup_of
+from memory.plan import Setup
 from models import ARCHITECTURES
 from models.random_weights import number_format
 
@@ -29,16 +32,27 @@ MODELS = {  # name on the Hub -> published format
 }
 
 
-def plan(model: str, card: str) -> Plan:
-    """Return the plan of generate.py."""
-    options = build_parser().parse_args(["--model", model, "--dry_run", "--gpu", card])
-    check_options(options)
+@cache
+def setup_of_model(model: str) -> Setup:
+    """Return what is known of a published model, for a chat."""
     args = ARCHITECTURES[model.partition("/")[2]]
     format = number_format(MODELS[model], args)
     source = Described(dataclasses.asdict(args), format, Path(model))
+    return setup_of(parse(model, CARDS[0]), source)
+
+
+def parse(model: str, card: str) -> argparse.Namespace:
+    options = build_parser().parse_args(["--model", model, "--dry_run", "--gpu", card])
+    check_options(options)
+    return options
+
+
+def plan(model: str, card: str) -> Plan:
+    """Return the plan of generate.py."""
+    options, setup = parse(model, card), setup_of_model(model)
     place = place_of(options, torch.device("cpu"))
     assert place is not None
-    return plan_source(options, place, source)
+    return plan_setup(options, place, setup)
 
 
 def cell(found: Plan) -> str:

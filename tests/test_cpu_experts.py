@@ -22,7 +22,7 @@ from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, load_library
 BOUND = 3e-4  # a fraction of the largest output
 COMPILED = (
     *("int4", "mxfp4", "q4_k", "hqq2", "int8", "nvfp4", "hqq4", PLAIN),
-    *("uint4", "q8_0", "q4_0", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "hqq3"),
+    *("uint4", "q8_0", "q4_0", "q5_k", "q6_k", "q4_1", "q5_1", "iq4_nl", "iq4_xs", "hqq3"),
 )
 ACTIVATIONS = (swiglu, geglu, partial(clamped_swiglu, limit=2.0, alpha=1.702))
 LEVELS = "native", "x86-64-v3"  # the second: AVX2
