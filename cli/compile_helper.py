@@ -17,7 +17,7 @@ from cli.folders import user_cache
 
 ROOT = Path(__file__).parents[1]
 NVIDIA = Path("/dev/nvidiactl")  # exists where there is an NVIDIA GPU
-MARKERS = "ahead"  # a folder in Triton's: what was compiled
+MARKERS = "ahead"  # the folder of markers, in Triton's
 started: list["Helper"] = []  # at most one
 
 
@@ -39,8 +39,8 @@ class Helper:
         """Yield the number of each task when it is done, and whether it is in Triton's cache.
 
         gpu: an `ops.gpu.Gpu`; cache: Triton's folder. A task that cannot be compiled is not in the
-        cache: the step's own launch then says why. A helper that ends early leaves the other tasks
-        to those launches, too.
+        cache: the step's own launch then says why. If the helper ends early, those launches compile
+        the other tasks.
         """
         given = json.dumps({"gpu": gpu, "tasks": list(tasks), "cache": str(cache.absolute())})
         with suppress(BrokenPipeError):

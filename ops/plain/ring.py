@@ -11,6 +11,8 @@ Letters: B sequences, Q tokens of each, K KV heads, R slots, C head dim.
 import torch
 from torch import Tensor
 
+from ops.inductor import custom_op
+
 RING_SPARE = 64  # slots beside the window: the most tokens of a call that reads the ring in place
 RING_MULTIPLE = 128  # slots are a multiple of it: `ops.plain.attention.BLOCK`
 
@@ -59,11 +61,13 @@ def append_to_ring(
     return ring[:, :B, :, :length] if before is None else before
 
 
+@custom_op("moe_fast::append_chunk", mutates_args=("ring",))
 def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor | None) -> Tensor:
     """Store a prompt's chunk kv [1, Q, 2, K, C]; return what it reads, [2, K, N, C].
 
     That is the window before the chunk or more, as far as there is one, then the chunk's tokens.
-    row int64 [1], end: as of `model.Chunk`. last: as of `append_to_ring`.
+    row int64 [1], end: as of `model.Chunk`. last: as of `append_to_ring`. A custom operator: else
+    Dynamo compiles a case for each way in which a chunk can lie in the ring.
     """
     R, begin = ring.shape[3], end - kv.shape[1]
     slots = torch.arange(begin - min(begin, R - RING_SPARE), begin, device=kv.device) % R
@@ -71,6 +75,12 @@ def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor |
     found = torch.cat((past, kv[0].permute(1, 2, 0, 3)), 2)
     store(ring, kv, row, torch.arange(begin, end, device=kv.device).unsqueeze(0), last)
     return found
+
+
+@append_chunk.register_fake
+def _(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor | None) -> Tensor:
+    past = torch.sym_min(end - kv.shape[1], ring.shape[3] - RING_SPARE)
+    return ring.new_empty(ring.shape[0], ring.shape[2], past + kv.shape[1], ring.shape[4])
 
 
 def store(ring: Tensor, kv: Tensor, rows: Tensor, positions: Tensor, last: Tensor | None) -> None:
