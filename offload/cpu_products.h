@@ -18,21 +18,10 @@ constexpr int MANY = 4;          // tokens that share one pass over a row
 constexpr int ROWS = 16;         // rows of a pass
 constexpr int LINE = 64;         // bytes that cores exchange
 
-#ifndef PREFETCH
-#define PREFETCH 4096  // bytes between what is read and what is prefetched
-#endif
-#ifndef HINT
-#define HINT _MM_HINT_T1  // into the second cache
-#endif
-#ifndef EARLY
-#define EARLY 16384  // bytes that a thread prefetches before a barrier
-#endif
-#ifndef PIECE
-#define PIECE 32  // rows that a thread takes at once of the others
-#endif
-#ifndef SHARES
-#define SHARES 75  // percent of the rows that are shared out in advance
-#endif
+constexpr int PREFETCH = 4096;   // bytes between what is read and what is prefetched
+constexpr int EARLY = 16384;     // bytes that a thread prefetches before a barrier
+constexpr int SHARES = 75;       // percent of the rows that are shared out in advance
+constexpr int PIECE = 32;        // rows that a thread takes at once of the others
 
 // Weights -----------------------------------------------------------------------------------------
 
@@ -327,7 +316,7 @@ struct Inputs {
 // Products ----------------------------------------------------------------------------------------
 
 static void prefetch(const uint8_t *from, int64_t bytes) {
-  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, HINT);
+  for (int64_t n = 0; n < bytes; n += LINE) _mm_prefetch((const char *)from + n, _MM_HINT_T1);
 }
 
 // Prefetch what a row has beside its codes. Past the tensor's end a prefetch does nothing.
@@ -372,7 +361,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
   for (; rows; rows--, row++, out += T) {
     Floats sum[T];
     for (int t = 0; t < T; t++) sum[t] = spread(0.f);
-    if (PREFETCH) prefetch_scales(w, e, row + 1 + PREFETCH / row_bytes);
+    prefetch_scales(w, e, row + 1 + PREFETCH / row_bytes);
     const RowScales of_row(w, e, row);
     for (int g = 0; g < groups; g += LANES) {
       const Affine scale = read_scales(w, of_row, g, std::min(groups - g, LANES));
@@ -403,7 +392,7 @@ static void dot_packed(const Weight &w, int64_t e, int64_t row, int rows, const 
 
     const uint8_t *codes = w.at(Part::CODES, e, row), *high = w.at(HIGH, e, row);
     for (int b = 0; b < whole; b++) {
-      if (PREFETCH) _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, HINT);
+      _mm_prefetch((const char *)codes + b * SIZE + PREFETCH, _MM_HINT_T1);
       block(b, codes + b * SIZE, high + b * HIGH_SIZE);
     }
     if (rest) {  // x is 0 after the row's end
@@ -428,7 +417,7 @@ static void dot_bf16(const Weight &w, int64_t e, int64_t row, int rows, const In
     for (int t = 0; t < T; t++) even[t] = odd[t] = spread(0.f);
     int i = 0;
     for (; i + 2 * LANES <= w.in; i += 2 * LANES) {
-      if (PREFETCH) _mm_prefetch((const char *)weights + 2 * i + PREFETCH, HINT);
+      _mm_prefetch((const char *)weights + 2 * i + PREFETCH, _MM_HINT_T1);
       const Floats a = bf16_floats(weights + 2 * i), b = bf16_floats(weights + 2 * (i + LANES));
       for (int t = 0; t < T; t++) {
         even[t] = add_product(a, floats(values[t] + i), even[t]);

@@ -40,19 +40,11 @@ static Bytes dot(Bytes sum, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(s
 // The sum of N planes' products with both digits of x: those of a plane are SIZE bytes apart
 template <int N>
 static Floats dot_digits(const Bytes *planes, const int8_t *const *x) {
-#ifdef CHAIN
   Bytes sum = none();
   for (int n = 0; n < N; n++) sum = dot(sum, planes[n], load(x[n]));
   sum = _mm512_slli_epi32(sum, 8);
   for (int n = 0; n < N; n++) sum = dot(sum, planes[n], load(x[n] + SIZE));
   return _mm512_cvtepi32_ps(sum);
-#endif
-  Bytes high = none(), low = none();
-  for (int n = 0; n < N; n++) {
-    high = dot(high, planes[n], load(x[n]));
-    low = dot(low, planes[n], load(x[n] + SIZE));
-  }
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
 }
 static Floats floats(const float *p) { return _mm512_loadu_ps(p); }
 static Floats four_floats(const float *p) { return _mm512_castps128_ps512(_mm_loadu_ps(p)); }
