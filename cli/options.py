@@ -195,7 +195,7 @@ def add_offload_options(parser: Parser) -> None:
     memory = "GPU memory to use, as 16GB or 900MB, instead of --gpu_experts"
     add("--gpu_memory", metavar="SIZE", help=memory)
     compute = (
-        "who multiplies experts that are not cached: the GPU, which copies them (gpu, the default), "
+        "who multiplies experts that are not cached: the GPU, which copies them (gpu, default), "
         "the CPU (cpu), or both beside one GPU, so that they end together (auto)"
     )
     add("--offload_compute", choices=OFFLOAD_COMPUTE, help=compute)
