@@ -59,6 +59,8 @@ class ExpertRowRanges(nn.ModuleList):
 
 def check_counts(module: Linear | ExpertLinear, counts: list[int]) -> None:
     """Raise ValueError unless these are the rows of the module, in two ranges or more."""
+    if not isinstance(module, Linear | ExpertLinear):
+        raise ValueError("ranges of rows are of products' weights alone")
     if not isinstance(counts, list) or any(type(count) is not int for count in counts):
         raise ValueError("its ranges are no list of numbers")
     if len(counts) < 2 or min(counts) < 1 or sum(counts) != module.weight.shape[-2]:

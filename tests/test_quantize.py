@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAMILIES, smoke_diagonal
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -1447,8 +1447,11 @@ ANY_FORMAT = JUNK | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(format=ANY_FORMAT)
+@example(format={"name": "int8", "dtype": "bf16", "modules": {"norm": []}})
+@example(format={"name": "int8", "dtype": "bf16", "modules": {"embedding": [1, 159]}})
+@example(format={"name": "int8", "dtype": "bf16", "modules": {"layers.0.ffn.router": [1, 2]}})
 def test_no_format_gives_anything_but_a_value_error(make_quantized, format):
     source = Checkpoint(make_quantized("qwen3_moe", "hqq4"))
     source.format = format
