@@ -245,6 +245,7 @@ def check_launches(gpus: tuple[str, ...], cases: tuple[str, ...], quick: bool = 
     return names
 
 
+@pytest.mark.slow
 def test_launches_fit_a_smaller_gpu():
     """A prompt whose largest tiles take 145 KB on a Hopper GPU, and one token without PDL."""
     kernels = check_launches(("sm_86",), ("Qwen3.6-35B-A3B:int4",), quick=True)
