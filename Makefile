@@ -41,10 +41,9 @@ lint: $(VENV)/.test
 check: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
-# mypy has one thread: the tests begin meanwhile.
+# mypy, and kernels as Python, have one thread: the other tests begin meanwhile.
 test: $(VENV)/.test
-	@$(MAKE) --no-print-directory --jobs 2 lint check
-	@$(MAKE) --no-print-directory step_through
+	@$(MAKE) --no-print-directory --jobs 3 lint check step_through
 
 # Kernels as Python. Triton reads TRITON_INTERPRET when it is imported: a process of its own.
 step_through: $(VENV)/.test
