@@ -47,7 +47,7 @@ test: $(VENV)/.test
 
 # Kernels as Python. Triton reads TRITON_INTERPRET when it is imported: a process of its own.
 step_through: $(VENV)/.test
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_step_through.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' tests/test_step_through.py
 
 test-all: lint oracles clients
 	$(BIN)/python -m pytest

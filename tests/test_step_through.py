@@ -54,6 +54,7 @@ def test_the_delta_rule_of_two_sequences():
     check("qwen3_next", FORMAT, batch=2, ratios=(99,))
 
 
+@pytest.mark.slow
 def test_a_shared_expert_in_another_format():
     """Its gate and up product, and its down product, are launches of their own."""
     check("qwen2_moe", f"{FORMAT}+fp8b")
@@ -74,7 +75,7 @@ def test_the_grouped_product_of_a_prompt():
     ("family", "format", "layers"),
     (
         ("qwen3_moe", FORMAT, 1),  # norms of heads
-        ("olmoe", FORMAT, 1),  # norms over all heads, clip
+        pytest.param("olmoe", FORMAT, 1, marks=pytest.mark.slow),  # norms over all heads, clip
         ("gpt_oss", "mxfp4", 1),  # biases, sinks, another activation
     ),
 )
