@@ -186,14 +186,8 @@ class SafetensorsFile:
         self._handle = None
 
     def check_unchanged(self):
-        """Raise ValueError if the file is gone, or no longer the one that was opened."""
-        try:
-            unchanged = stamp(self.path.stat()) == self._stamp
-        except OSError as error:
-            cause = f"cannot be read any more ({error.strerror})"
-            raise ValueError(f"{self.path} {cause}; start again") from None
-        if not unchanged:
-            raise ValueError(f"{self.path} has changed since it was opened; start again")
+        """Raise ValueError as the function of this name."""
+        check_unchanged(self.path, self._stamp)
 
     def read(
         self,
@@ -233,6 +227,20 @@ def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def stamp(status: os.stat_result) -> tuple[int, int, int]:
     """Return what identifies a file's contents: size, time of change, inode."""
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def check_unchanged(path: Path, opened: tuple[int, int, int]) -> None:
+    """Raise ValueError if a file is gone, or no longer the one that was opened.
+
+    opened: its `stamp` then.
+    """
+    try:
+        unchanged = stamp(path.stat()) == opened
+    except OSError as error:
+        cause = f"cannot be read any more ({error.strerror})"
+        raise ValueError(f"{path} {cause}; start again") from None
+    if not unchanged:
+        raise ValueError(f"{path} has changed since it was opened; start again")
 
 
 def describe_header_error(error: SafetensorError) -> str:

@@ -179,7 +179,7 @@ def fit_scale(grouped: Tensor, nearest: Callable[[Tensor], Tensor], extreme: flo
         numbers = nearest(x * inverse)
         product = (numbers * x).sum(0)
         tried = divide(product, numbers.square().sum(0))
-        removed = tried * product  # from the sum of squares
+        removed = tried * product  # by how much the error's sum of squares falls
         scale = torch.where(removed > best, tried, scale)
         best = torch.maximum(removed, best)
     return scale.unsqueeze(-1)

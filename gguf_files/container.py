@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import check_name, stamp
+from checkpoint import check_name, check_unchanged, stamp
 from cli.files import check_regular
 
 MAGIC = b"GGUF"
@@ -263,13 +263,7 @@ class GGUFFile:
     def check_unchanged(self) -> None:
         """Raise ValueError if a file is gone, or no longer the one that was opened."""
         for part in self.parts:
-            try:
-                unchanged = stamp(part.path.stat()) == part.stamp
-            except OSError as error:
-                cause = f"cannot be read any more ({error.strerror})"
-                raise ValueError(f"{part.path} {cause}; start again") from None
-            if not unchanged:
-                raise ValueError(f"{part.path} has changed since it was opened; start again")
+            check_unchanged(part.path, part.stamp)
 
 
 def part_paths(path: Path) -> list[Path]:

@@ -50,8 +50,8 @@ HQQ2, HQQ3, PLAIN_CODES = 3, 8, 9  # of Codes
 class Kind(NamedTuple):
     """How the formats of a kind are stored (`Format.kind`)."""
 
-    codes: int  # of the enum Codes
-    scales: int | None = None  # of the enum Scales; None: floats
+    codes: int  # a number of cpu_products.h's Codes
+    scales: int | None = None  # a number of its Scales; None: scales are floats
     zero: float = 0.0  # the code of 0, if it is a constant
     run: int | None = None  # numbers whose codes are packed together; None: a group
 
@@ -379,7 +379,7 @@ class CPUExperts:
         """activation: (gate, up) -> h, as `Experts.activation`."""
         self.w13, self.w2, self.activation, self.threads = w13, w2, activation, threads
         self.layer = None
-        self.kept: list[tuple] = []  # of host functions: what C code points to
+        self.kept: list[tuple] = []  # arguments of host functions, which C code points to
         if threads.compiled and w13.is_compiled() and w2.is_compiled():
             known = recognize(activation, threads.library)
             if known is not None:

@@ -68,8 +68,8 @@ class FusedRunner(CompiledRunner):
         self.is_fused = False  # the call in progress runs the kernels
         self.is_prompt = False  # it has more tokens than a step has
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        self.fused = fused_layers(model, self.make_layer)
-        self.layers = {id(block): layer for block, layer in self.fused.items()}
+        layers = fused_layers(model, self.make_layer)
+        self.layers = {id(block): layer for block, layer in layers.items()}
         for layer in self.layers.values():
             layer.experts.prepare()
         self.head = fused_head(model)
@@ -103,7 +103,7 @@ class FusedRunner(CompiledRunner):
         return lambda *given: (plain if self.is_prompt else compiled)(*given)
 
     def prompt_runner(self) -> PromptRunner:
-        return PromptRunner(self.model, self.fused, self.head)
+        return PromptRunner(self.model, self.layers, self.head)
 
     def can_begin_fused(self, model: Transformer) -> bool:
         """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""

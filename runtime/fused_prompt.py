@@ -23,7 +23,7 @@ from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
 ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens"
-FEWEST = 32  # tokens of a chunk; a shorter one is that of a test, or of a runner without kernels
+FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 
 
 class ExpertRows:
@@ -58,10 +58,8 @@ class PromptLayer:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
         given = layer.experts.routing
         self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
-        self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds()]
-
-    def adds(self) -> tuple[nn.Module, nn.Module]:
-        return self.block.add_attention, self.block.add_ffn
+        self.adds = block.add_attention, block.add_ffn
+        self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
     def attend(self, normed: Tensor, context: Context) -> Tensor:
         """`Attention.forward` of a chunk, normed [1, T, D]."""
@@ -98,7 +96,7 @@ class PromptLayer:
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block."""
         if undeclared(norm, RMSNorm):
-            return self.adds()[n](x, y, norm)
+            return self.adds[n](x, y, norm)
         y, scale = y.view_as(x), self.sums[n].scale
         return fixed_add_norm(x, y, scale, norm.weight, None, norm.eps, None)[:2]
 
@@ -112,13 +110,14 @@ class PromptLayer:
 class PromptRunner(EagerRunner):
     """Runs chunks of prompts by `PromptLayer`, all else eagerly."""
 
-    def __init__(self, model: Transformer, fused: dict[Block, FusedLayer], head: FusedHead | None):
-        """fused: as of `fused_layers`. head: None if no kernel computes it."""
+    def __init__(self, model: Transformer, fused: dict[int, FusedLayer], head: FusedHead | None):
+        """fused: layers by the id of their block. head: None if no kernel computes it."""
         super().__init__(model)
         self.layers, self.head = {}, head
-        for block, layer in fused.items():
+        for block in model.layers:
             try:
-                self.layers[id(block)] = PromptLayer(block, layer)
+                if id(block) in fused:
+                    self.layers[id(block)] = PromptLayer(block, fused[id(block)])
             except ValueError:
                 continue
 
@@ -141,8 +140,13 @@ class PromptRunner(EagerRunner):
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         """One token's logits: a packed head is not unpacked for it."""
-        is_one = last is not None and len(normed) == 1 and normed.element_size() == 2
-        if not (is_one and self.head and can_launch(normed, "_multiply_sum")):
+        head = self.head
+        if head is None or last is None or len(normed) > 1 or normed.element_size() != 2:
             return super().logits(model, normed, last)
-        x = normed[0].index_select(0, last)
-        return self.head.of_normed(x)
+
+        def run():
+            if can_launch(normed, "_multiply_sum"):
+                return head.of_normed(normed[0].index_select(0, last))
+            return model.logits(normed, last)
+
+        return without_broken_kernels(run)

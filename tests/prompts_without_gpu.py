@@ -22,12 +22,13 @@ def prompt_errors(
     layers: how many of the model have kernels. device: on a CPU Triton's interpreter runs them.
     """
     model, found = small_model(family, format, **changes).to(device), []
+    fused = {id(block): layer for block, layer in fused_layers(model).items()}
     with ExitStack() as stack:
         if device == "cpu":
             takes = lambda self, x, context: context.chunk is not None  # noqa: E731
             stack.enter_context(mock.patch.object(PromptRunner, "takes", takes))
             stack.enter_context(as_on_a_gpu())
-        for runner in (None, PromptRunner(model, fused_layers(model), None)):
+        for runner in (None, PromptRunner(model, fused, None)):
             for state in model.states:
                 state.reset()
             assert runner is None or len(runner.layers) == layers

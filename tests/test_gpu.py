@@ -18,6 +18,7 @@ from ops import launch as jit
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
 from ops.launch import KernelError, fit, gpu_has_pdl, try_kernels
 from ops.products import prompt
+from runtime.fused_prompt import PromptRunner
 from runtime.kernel_choice import why_not_fused
 from runtime.runner import CompiledRunner, EagerRunner, run_block, without_broken_kernels
 from tests.without_gpu import run_without_gpu
@@ -227,6 +228,25 @@ def test_compiled_code_is_made_again_without_the_kernel(become):
     runner.compiled_block = runner.compile(run_block, backend="eager")
     found = runner.block(Choosing(), torch.ones(1, 1, 3), None, None, None)
     assert found.tolist() == [[[2, 2, 2]]]
+
+
+def test_a_prompts_logits_go_on_without_the_heads_kernel(become, monkeypatch):
+    become(KNOWN["sm_86"])
+    monkeypatch.setattr("runtime.fused_prompt.can_launch", lambda x, name: name not in jit.broken)
+    model, tried = build_small(), []
+    weight = torch.randn(model.args.vocab_size, model.args.dim).half()
+    model.head.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    class Head:
+        def of_normed(self, x):
+            tried.append(x)
+            raise KernelError("_multiply_sum", "PTXAS error")
+
+    runner, normed = PromptRunner(model, {}, Head()), torch.randn(1, 4, model.args.dim).half()
+    last = torch.tensor([2])
+    for _ in range(2):
+        torch.testing.assert_close(runner.logits(model, normed, last), model.logits(normed, last))
+    assert len(tried) == 1 and tried[0].equal(normed[0, 2:3])
 
 
 # Launches of all models ---------------------------------------------------------------------------

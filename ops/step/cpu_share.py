@@ -169,8 +169,8 @@ class Answer:
     scale: float
 
 
-# Grid [blocks of T * D]. Each program polls the flag. Volatile loads come from host memory, not
-# from a cache. A thread loads y after the load that has ended its loop.
+# Grid [blocks of T * D]. Each program polls the flag. Its loads are volatile, so that no cache
+# answers them. A thread loads y after the load that has ended its loop.
 @jit
 def _answer(y, box, residual, out, s: tl.constexpr):
     NUMBERS: tl.constexpr = s.numbers
