@@ -140,8 +140,11 @@ def main() -> None:
         importlib.import_module(name)  # once, and not in each process
     cores = len(os.sched_getaffinity(0))  # this process's, which may be fewer than the machine's
     workers = max(1, min(len(tasks), cores - LEAVE_FREE))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        pool.submit(CudaUtils)  # C code of Triton's own, as in `compile_task`
+    fork = multiprocessing.get_context("fork")
+    # C code of Triton's own, as in `compile_task`. Without a CUDA context the process dies once the
+    # code is in the cache: in the pool, it would end all tasks.
+    fork.Process(target=CudaUtils).start()
+    with ProcessPoolExecutor(workers, fork) as pool:
         running = {pool.submit(compile_task, task): number for number, task in enumerate(tasks)}
         for future in as_completed(running):
             error = future.exception()
