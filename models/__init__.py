@@ -16,6 +16,7 @@ from models.granitemoe import GraniteMoe
 from models.legacy import args_of_version_one
 from models.mixtral import Mixtral
 from models.multi_token import head_family
+from models.nemotron_h import NemotronH
 from models.olmoe import Olmoe
 from models.phimoe import Phimoe
 from models.qwen2_moe import Qwen2Moe
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DeepseekV2(),
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
+    "NemotronHForCausalLM": NemotronH(),
 }
 
 # Published models by name, for benchmark.py.
