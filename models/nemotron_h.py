@@ -315,7 +315,7 @@ def up_and_down(ours: str, theirs: str, dim: int, width: int) -> Recipes:
 
 
 def pattern_key(c: HFConfig) -> str:
-    """Return the key that says what the layers are, as transformers chooses among several."""
+    """Return the key of the layers' kinds, as transformers chooses among several."""
     listed = (key for key in ("layers_block_type", "layer_types") if c.get(key) is not None)
     return next(listed, "hybrid_override_pattern")
 

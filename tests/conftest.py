@@ -181,6 +181,27 @@ FAMILIES = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # One layer of four has attention, without RoPE; one group of heads; multipliers.
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridForCausalLM(
+        transformers.GraniteMoeHybridConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            intermediate_size=96,
+            shared_intermediate_size=80,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            layer_types=[*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            mamba_n_heads=8,
+            mamba_d_head=16,
+            mamba_d_state=32,
+            mamba_chunk_size=64,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.7,
+            logits_scaling=1.5,
+            tie_word_embeddings=True,
+        )
+    ),
     # A mixer without an FFN, a dense FFN, a group of heads each; no lower limit of time steps,
     # which transformers has in prompts alone.
     "nemotron_h": lambda: transformers.NemotronHForCausalLM(

@@ -46,9 +46,9 @@ from model import (
 from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.deepseek import DeepseekArgs
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
-from models.granitemoe import GraniteMoeArgs
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
+from models.layers.granite import GraniteMoeArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs

@@ -1,7 +1,8 @@
 """Mamba-2: a layer whose memory is a matrix a head (Dao & Gu 2024), with a gated norm of groups.
 
-Formulas: ops/plain/mamba2.py. Letters: H heads of P numbers, G groups that share B and C, N numbers
-of a state's row, C = H P + 2 G N channels of the convolution (x, then B and C), W its width.
+Formulas: ops/plain/mamba2.py. Letters: H heads of P numbers, G groups of heads that share B and C.
+A state's row has N numbers. The convolution has C = H P + 2 G N channels (x, then B and C) and the
+width W.
 """
 
 from typing import NamedTuple

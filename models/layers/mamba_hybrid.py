@@ -7,10 +7,11 @@ from torch import Tensor
 
 from model import ModelArgs, Transformer, is_layer
 from models.config import HFConfig
-from models.family import Family, Shard
+from models.family import Family, PublishedLayout, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
-from models.layers.mamba2 import Mamba2, MambaSizes
+from models.layers.mamba2 import Mamba2, MambaSizes, mamba_recipes
 from models.layers.pending_state import MAX_TENTATIVE
+from models.tensors import Recipes, prefixed
 from ops.plain.rope import rope_table
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
@@ -89,6 +90,14 @@ class MambaFamily(Family):
         taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
+
+    def layer_recipes(self, args: MambaArgs, layer: int, layout: PublishedLayout) -> Recipes:
+        table = super().layer_recipes(args, layer, layout)
+        if layer in args.full_layers:
+            return table
+        attention = f"layers.{layer}.attention."
+        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
+        return table | prefixed(mamba_recipes(args.mamba_sizes, args.dim, self.mamba), layer)
 
     # GGUF files ---------------------------------------------------------------------------------
 

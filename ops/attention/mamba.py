@@ -185,9 +185,10 @@ def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
         tl.store(y + token * INNER + k, zeros, mask=exists)
 
 
-# Grid [H * blocks, B]. State, pending tokens, weights, position and last are loaded before the wait
-# for the projections, which make zx and dt. So are pending tokens taken in. One token is taken in
-# at once, and the state is stored. Several become the pending ones; zx None: there are none.
+# Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. The wait is for
+# zx and dt: state, pending tokens, weights, position and last are loaded before it. So are pending
+# tokens taken in. One token is taken in at once, and the state is stored. Several become the
+# pending ones; zx None: there are none.
 #
 # A program alone reads and writes its rows of the state, and their channels of x. Those of B and C,
 # dt and `first` are read by all programs of a group. `arrivals` counts these; the last one updates
