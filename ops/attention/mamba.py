@@ -185,9 +185,9 @@ def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
         tl.store(y + token * INNER + k, zeros, mask=exists)
 
 
-# Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. The wait is for
-# zx and dt: state, pending tokens, weights, position and last are loaded before it. So are pending
-# tokens taken in. One token is taken in at once, and the state is stored. Several become the
+# Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. zx and dt are
+# waited for. State, pending tokens, weights, position and last are loaded before that, and pending
+# tokens are taken in. One token is taken in at once, and the state is stored. Several become the
 # pending ones; zx None: there are none.
 #
 # A program alone reads and writes its rows of the state, and their channels of x. Those of B and C,
