@@ -196,6 +196,14 @@ class Family:
 
     # Conversion ---------------------------------------------------------------------------------
 
+    def published_layers(self, args: ModelArgs) -> int:
+        """Return the number of layers as checkpoints have them."""
+        return args.n_layer
+
+    def experts_at(self, args: ModelArgs, layer: int) -> int:
+        """Return which published layer has the experts of a layer."""
+        return layer
+
     def layer_recipes(self, args: ModelArgs, layer: int, layout: PublishedLayout) -> Recipes:
         """Return the recipes of one layer."""
         if layer in args.dense_layers:

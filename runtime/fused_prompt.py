@@ -18,7 +18,7 @@ from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gathe
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
-from runtime.fused_layer import FusedLayer
+from runtime.fused_layer import FusedLayer, NoExperts
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
@@ -50,6 +50,8 @@ class PromptLayer:
     def __init__(self, block: Block, layer: FusedLayer):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             raise ValueError("several ranks sum by kernels of their own")
+        if isinstance(layer.experts, NoExperts):
+            raise ValueError("no kernels for a block without experts")
         experts = block.ffn.experts
         self.block, self.experts = block, layer.experts
         self.attention = layer.attention.attention

@@ -37,9 +37,9 @@ from models.family import Shard
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
-from models.granitemoe import GraniteMoeArgs
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
+from models.layers.granite import GraniteMoeArgs
 from models.layers.yarn import Yarn
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs

@@ -375,9 +375,16 @@ def multiply_chunk(codes, scales, operands, table, s):
 
 @jit
 def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped")."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "clamped", "an unknown activation")
-    if ACTIVATION == "clamped":
+    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped").
+
+    An activation without a gate ("relu_squared") does not use up.
+    """
+    known: tl.constexpr = ("silu", "clamped", "relu_squared")
+    tl.static_assert(ACTIVATION in known, "an unknown activation")
+    if ACTIVATION == "relu_squared":
+        up = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return up * up
+    elif ACTIVATION == "clamped":
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0

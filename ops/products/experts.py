@@ -91,8 +91,9 @@ def _activate(gate, up, s: tl.constexpr):
 
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
-# result, with two loads gate and up. If there are several, x stays in registers, and the next
-# tile's weights are loaded while this one's are multiplied.
+# result, with two loads gate and up. An activation without a gate has one load. If there are
+# several tiles, x stays in registers, and the next tile's weights are loaded while this one's are
+# multiplied.
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
@@ -208,6 +209,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         out = h + pair * I + row + rows
         if s.loads == 2:
             gate = _activate(gate, up, ACTIVATION)
+        elif ACTIVATION is not None:
+            gate = _activate(gate, gate, ACTIVATION)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
@@ -245,14 +248,15 @@ def gate_up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts by the scores of `norm_router`, and multiply x [T, D] by their w13.
 
-    Return h [T (A + S), I], gated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
+    Return h [T (A + S), I], activated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
     references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
-    x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
-    [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
-    where the GPU has it. indices [T, A + S]: where to store those of experts, -1 before
-    (`norm_router`); default: new. last int64 [B]: of several tokens [B, Q] those after the last
-    real one of their row are padding, whose h is not stored.
+    x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last; or
+    [E + S, I, D] for an activation without a gate. bias [E, 2 I]: added before the activation.
+    dtype: of h; default x.dtype. pdl: None launches with PDL where the GPU has it. indices
+    [T, A + S]: where to store those of experts, -1 before (`norm_router`); default: new. last
+    int64 [B]: of several tokens [B, Q] those after the last real one of their row are padding,
+    whose h is not stored.
     """
     T = len(scores)
     if indices is None:
@@ -272,11 +276,12 @@ def gate_up_shared(
     weight: Weight,
     scores: Tensor,
     routing: Routing,
+    activation: Activation = SWIGLU,
     tiles: Tiles | None = None,
     pdl: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], SwiGLU.
+    """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], activated.
 
     scores: of `norm_router`. With `routing.gated` h is multiplied by the sigmoid of the gate's
     score, so that the down product is a `dense_product`. The others: as of `gate_up`. With PDL, the
@@ -286,7 +291,7 @@ def gate_up_shared(
     check_rows("x", x, T, weight.width)
     choice = Chosen(None, scores if routing.gated else None)
     fields = {"routing": choice_of(scores.shape[-1] - routing.gated, routing)}
-    how = SWIGLU, dtype, tiles, pdl
+    how = activation, dtype, tiles, pdl
     return _launch_each(x, weight, choice, None, how, T, pairs_of_row=int(T > 1), **fields)
 
 
@@ -303,8 +308,8 @@ def multiply_each(
     """Multiply x [M, D] by the weights [E, out, D] of given experts, N indices -> [N, out].
 
     x may be a `QuantizedX` of this weight. Pair n multiplies row n // (N // M) of x. activation:
-    of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`. The others: as
-    of `gate_up`.
+    of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`; one without a
+    gate -> [N, out]. The others: as of `gate_up`.
     """
     rows, pairs = len(x.operands if isinstance(x, QuantizedX) else x), indices.numel()
     if isinstance(x, Tensor):
@@ -326,7 +331,7 @@ def _launch_each(
     """Launch `_multiply_each`. how: activation, dtype, tiles, pdl. fields: of `EachSettings`."""
     activation, dtype, tiles, pdl = how
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    fields |= dict(loads=1 if activation is None else 2, activation=activation)
+    fields |= dict(loads=2 if activation and activation.gated else 1, activation=activation)
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     shape = pairs, weight.out // settings.loads
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
