@@ -14,6 +14,7 @@ from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.legacy import args_of_version_one
+from models.lfm2_moe import Lfm2Moe
 from models.mixtral import Mixtral
 from models.multi_token import head_family
 from models.olmoe import Olmoe
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DeepseekV2(),
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
+    "Lfm2MoeForCausalLM": Lfm2Moe(),
 }
 
 # Published models by name, for benchmark.py.

@@ -131,7 +131,7 @@ def test_a_layer_of_three_sequences_is_the_blocks_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2")
+    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe")
 )
 def test_a_layer_of_several_tokens_is_the_blocks_own(family):
     """Three queries, eight of which three are padding, and eight sequences."""
@@ -149,6 +149,7 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("deepseek_v2", "hqq4", 1, 12, (-1,)),
         ("granitemoe", "fp8", 1, 64, (60,)),
         ("qwen3_next", "int4", 1, 12, (10,)),
+        ("lfm2_moe", "int4", 1, 64, (60,)),
     ),
 )
 @pytest.mark.slow
@@ -188,7 +189,15 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
-    families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "qwen3_next"
+    families = (
+        "olmoe",
+        "gpt_oss",
+        "granitemoe",
+        "qwen2_moe",
+        "deepseek_v2",
+        "qwen3_next",
+        "lfm2_moe",
+    )
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
