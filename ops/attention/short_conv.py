@@ -3,8 +3,8 @@
     _short_conv    gate, convolution with the inputs before, second gate, append to the ring
 
 A program has some channels of one token. A token's W - 1 inputs before it come from the ring, or
-from `projected` where they belong to the same call. No program waits for another: a call never writes
-a slot that it reads, since the ring has RING_SPARE more slots than the convolution's window.
+from `projected` where they belong to the same call. No program waits for another: the ring has
+RING_SPARE more slots than the window, so that a call never writes a slot that it reads.
 
 Formulas, letters and the reference: models/layers/short_conv.py and ops/plain/short_conv.py.
 T tokens of each sequence, R slots of the ring.
