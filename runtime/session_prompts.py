@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from model import SHORT_CACHE, Chunk, Transformer
+from model import Chunk, Transformer
 from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
+from ops.plain.attention import SHORT_CACHE
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner

@@ -52,7 +52,7 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Chunk, Context, KVCache, Mask, ModelArgs, weighted_sum
+from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
 from models import ARCHITECTURES
 from models.gemma4 import Gemma4Transformer
 from models.layers.gated_attention import GatedAttention
@@ -71,7 +71,7 @@ from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms
-from ops.plain.attention import attend, causal_bias
+from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
 from ops.products import codes, fixed_join, gemv, operands, pipeline, units
@@ -1353,7 +1353,7 @@ def attend_code() -> dict[str, dict[str, int]]:
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
         q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
         positions = torch.zeros(1, Q, dtype=torch.int64)
-        tensors = q, cache.kv, cache.scale.kv, positions
+        tensors = q, cache.kv, cache.scale, positions
         (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {

@@ -26,7 +26,7 @@ from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import SHORT_CACHE, ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
+from model import ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
@@ -41,6 +41,7 @@ from ops import launch as jit
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
+from ops.plain.attention import SHORT_CACHE
 from ops.products import experts as moe_decode
 from ops.products import gemv
 from ops.products.tilings import Tiles
