@@ -12,7 +12,7 @@ from model import Chunk, KVCache, Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.layers.short_conv import ConvCache
 from models.lfm2_moe import Lfm2MoeArgs
-from ops.plain.ring import RING_SPARE
+from ops.plain.ring import RING_SPARE, Ring
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.sequence_state import MAX_TENTATIVE
@@ -82,9 +82,9 @@ def test_the_ring_holds_a_calls_tokens_and_their_window(model):
     model.setup_cache(1, LONG)
     assert RING_SPARE >= MAX_TENTATIVE
     for state in rings(model):
-        assert state.is_ring and state.kv.shape[3] >= RING_SPARE + model.args.conv_width - 1
+        assert isinstance(state, Ring) and state.kv.shape[3] >= RING_SPARE + model.args.conv_width - 1
     model.setup_cache(1, 40)  # as many slots as positions
-    assert not any(state.is_ring for state in rings(model))
+    assert not any(isinstance(state, Ring) for state in rings(model))
 
 
 def test_an_int8_cache_leaves_the_ring_as_it_is(model):

@@ -15,12 +15,12 @@ from models.tensors import Recipes, copy_of
 from ops.attention.short_conv import NAME, short_conv
 from ops.inductor import materialize
 from ops.launch import can_launch
-from ops.plain.ring import RING_SPARE, cache_slots
+from ops.plain.ring import RING_SPARE, cache_slots, ring_of
 from ops.plain.short_conv import causal_conv
 
 
 class ConvCache(KVCache):
-    """The convolution's inputs by position, a ring [1, batch, 1, R, N].
+    """The convolution's inputs by position, [1, batch, 1, R, N], mostly a ring.
 
     A call's inputs before it are at the positions before its own. So refused drafts need no
     undoing: the next call overwrites them.
@@ -79,8 +79,8 @@ class ShortConv(nn.Module):
     ) -> ConvCache:
         """Make this layer's state in the dtype and on the device of `like`, and return it."""
         slots, channels = cache_slots(length, self.width), len(self.conv.weight)
-        self.cache = ConvCache((batch, 1, slots, channels), like.dtype, like.device, parts=1)
-        self.cache.is_ring = slots < length
+        kind = ring_of(ConvCache) if slots < length else ConvCache
+        self.cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
