@@ -15,6 +15,7 @@ from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.granitemoehybrid import GraniteMoeHybrid
 from models.legacy import args_of_version_one
+from models.lfm2_moe import Lfm2Moe
 from models.mixtral import Mixtral
 from models.multi_token import head_family
 from models.nemotron_h import NemotronH
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
     "NemotronHForCausalLM": NemotronH(),
+    "Lfm2MoeForCausalLM": Lfm2Moe(),
 }
 
 # Published models by name, for benchmark.py.

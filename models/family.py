@@ -112,6 +112,7 @@ class Family:
     gguf: str | None = None  # their architecture; None: they are not read
     gguf_keys: Mapping[str, str] = NOTHING  # config.json's shared key -> the value's, if not usual
     gguf_tensors: MadeTable = {}  # a layer's published name -> how it is made
+    gguf_rest: MadeTable = {}  # the same for tensors outside of the layers
     gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.

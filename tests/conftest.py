@@ -345,6 +345,22 @@ FAMILIES = {
             },
         )
     ),
+    # Short convolutions with biases, one attention layer, a dense first layer, sigmoid routing.
+    "lfm2_moe": lambda: transformers.Lfm2MoeForCausalLM(
+        transformers.Lfm2MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            num_experts=12,
+            num_experts_per_tok=3,
+            num_dense_layers=1,
+            routed_scaling_factor=1.7,
+            conv_bias=True,
+            layer_types=["conv", "full_attention", "conv"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
 }
 
 
@@ -521,7 +537,7 @@ def randomize(peer: "transformers.PreTrainedModel") -> None:
             std = 0.5 if name.endswith("conv1d.weight") else std
             parameter.copy_(mean + torch.randn_like(parameter) * std)
         for name, buffer in peer.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.normal_(0.7, 0.1)

@@ -51,6 +51,8 @@ from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.nemotron_h import NemotronHArgs
+from models.layers.short_conv import ShortConv
+from models.lfm2_moe import Lfm2MoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
@@ -401,6 +403,12 @@ LAYERS = {
         | dict(n_layer=3, full_layers=(2,), mixer_layers=(0,), shared_intermediate=128)
         | dict(mamba_heads=4, mamba_head_dim=32, mamba_groups=2, mamba_state=32, routed_scale=2.5),
     ),
+    "lfm2_moe": (
+        Lfm2MoeArgs,
+        SMALL
+        | dict(n_layer=2, full_layers=(1,), qk_norm="head", routed_scale=1.5)
+        | dict(conv_channels=160, conv_bias=True),  # no multiple of a program's channels
+    ),
 }  # arguments by family
 NEVER_PACKED = ".router", ".shared_gate"
 
@@ -451,8 +459,8 @@ def small_model(
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        for kind in (FusedDecodeAttention, FusedLatentAttention):
-            takes = lambda self, qkv, _: self.supported and qkv.shape[1] <= 64  # noqa: E731
+        for kind in (FusedDecodeAttention, FusedLatentAttention, ShortConv):
+            takes = lambda self, qkv, _: getattr(self, "supported", True) and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
         yield
 

@@ -8,6 +8,7 @@ in fp16, and compared with the modules of model.py; other tests have more cases 
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels as Python", allow_module_level=True)
 pytest.importorskip("triton", reason="ops/ needs triton")
 
+from model import Context, KVCache
+from models.layers.short_conv import ShortConv
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import prompt_errors, reorders_rows
@@ -52,6 +55,31 @@ def test_mla_of_two_sequences():
 def test_the_delta_rule_of_two_sequences():
     """A layer of Gated DeltaNet, and one of gated attention with a shared expert."""
     check("qwen3_next", FORMAT, batch=2, ratios=(99,))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "bias"), ((1, 256, False), (5, 256, True), (6, 16, False))
+)
+def test_a_short_convolution(tokens, length, bias):
+    """Two sequences and an idle one: one at position 0, one with padding. Results and the ring."""
+    torch.manual_seed(0)
+    sizes = dict(dim=32, conv_channels=160, conv_width=3, conv_bias=bias)
+    layer = ShortConv(SimpleNamespace(**sizes))
+    cache = layer.allocate(4, length, KVCache, torch.zeros(1))
+    cache.kv.normal_()
+    for parameter in layer.parameters():
+        parameter.normal_()
+    projected, before = torch.randn(3, tokens, 480), cache.kv.clone()
+    first = torch.tensor([[0], [length - tokens], [7]])
+    last = torch.tensor([tokens - 1, tokens // 2, -1])
+    context = Context(None, positions=first + torch.arange(tokens), last=last)
+    want, after = layer.core(projected, context), cache.kv.clone()
+    cache.kv.copy_(before)
+    got = layer.fused_core(projected, context)
+    assert not torch.equal(before, after) and torch.equal(before[:, 2:], after[:, 2:])
+    torch.testing.assert_close(cache.kv, after, rtol=0, atol=1e-6)
+    real = torch.arange(tokens) <= last.unsqueeze(1)
+    torch.testing.assert_close(got[real], want[real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
