@@ -7,13 +7,17 @@ from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.family import HEAD_SUFFIX, Family
+from models.flint import Flint
 from models.gemma4 import Gemma4, Gemma4Text
 from models.gguf import Values
 from models.glm4_moe import Glm4Moe
 from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
+from models.kolibri1 import Kolibri1
+from models.laguna import Laguna
 from models.legacy import args_of_version_one
+from models.mellum import Mellum
 from models.mixtral import Mixtral
 from models.multi_token import head_family
 from models.olmoe import Olmoe
@@ -41,6 +45,10 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DeepseekV2(),
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
+    "LagunaForCausalLM": Laguna(),
+    "FlintForCausalLM": Flint(),
+    "MellumForCausalLM": Mellum(),
+    "Kolibri1ForCausalLM": Kolibri1(),
 }
 
 # Published models by name, for benchmark.py.

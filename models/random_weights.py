@@ -43,6 +43,8 @@ def first_layers(args: ModelArgs, count: int) -> ModelArgs:
         for name in ("dense_layers", "full_layers")
         if hasattr(args, name)
     }
+    if heads := getattr(args, "layer_heads", ()):
+        layer_lists |= {"layer_heads": heads[:count], "n_head": max(heads[:count])}
     return dataclasses.replace(args, n_layer=count, **layer_lists)
 
 

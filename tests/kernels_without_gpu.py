@@ -1129,7 +1129,7 @@ def attention_code(
     """Return the kernels of `attend_tokens` for one sequence, compiled."""
     C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
     stored = kind((1, layer.kv_heads, S, C), dtype, torch.device("cpu")).stored()
-    qkv, rope = empty(1, Q, layer.projected * C), torch.empty(1, Q, 1, 2 * C)
+    qkv, rope = empty(1, Q, layer.projected), torch.empty(1, Q, 1, 2 * C)
     weights = [None if width is None else empty(width) for width in (*norms, sinks)]
     positions = torch.empty(1, Q, dtype=torch.int64)
     tensors = qkv, rope, positions, *stored, *weights
@@ -1191,7 +1191,8 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
         sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
-        layer = replace(layer, gated=more == "gated", full_norm=qk_norm == "full")
+        gate = "sigmoid" if more == "gated" else ""
+        layer = replace(layer, gate=gate, full_norm=qk_norm == "full")
         norms = norm_widths(qk_norm, H, K, C)
         for name, code in attention_code(layer, 8, S, torch.bfloat16, kind, norms, sinks):
             asm = code.asm["sass"]
