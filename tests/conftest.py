@@ -520,6 +520,14 @@ def hub_keys(config: dict) -> dict:
         first, *_ = config.pop("per_layer_config").values()
         heads = {"num_global_key_value_heads": first["num_key_value_heads"]}
         return config | heads | {"global_head_dim": first["head_dim"]}
+    if model_type == "laguna":  # with keys of poolside's own code
+        dense = {"mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True}
+        rope["original_max_position_embeddings"] = 32
+        gates = {"gating": "per-head", "gating_types": ["per_head"] * 3}
+        return config | dense | gates | {"rope_parameters": rope}
+    if model_type == "mellum":
+        counts = {"num_experts": config.pop("num_local_experts")}
+        return config | counts | {"use_sliding_window": True, "max_window_layers": 0}
     del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
