@@ -12,6 +12,7 @@ from ops.attention.prompt_heads import KERNEL, prompt_heads
 from ops.declared import Routing, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
+from ops.plain.gate import gate_heads
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.prompt import grouped_mm
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
@@ -73,8 +74,9 @@ class PromptLayer:
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
         heads = attend_chunk(q, k, v, attention.window, attention.sinks)
-        if attention.gated:
-            heads = heads * projected[:, -heads.shape[1] :].sigmoid()
+        if attention.gate:
+            gate = projected[:, attention.first_gate :]
+            heads = gate_heads(heads, gate, attention.gate.activation)
         return attention.wo(heads.unsqueeze(0))
 
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

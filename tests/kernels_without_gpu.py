@@ -53,10 +53,10 @@ from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
 from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
-from models import ARCHITECTURES
-from models.gemma4 import Gemma4Transformer
+from models import ARCHITECTURES, family_of
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
+from models.layers.layer_rope import LayerRope
 from models.random_weights import first_layers
 from ops.attention import (
     gqa,
@@ -992,26 +992,43 @@ def token_error(
     return fused_error(layer, settings, x, context, kv)
 
 
-def gemma4_token_error(is_global: bool, queries: int = 1) -> float:
-    """The same for Gemma 4's layers: normed values, a part of the rope table, keys as values."""
+SMALL = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, vocab_size=32, n_expert=8, intermediate=16)
+GEMMA4 = SMALL | dict(
+    sliding_window=20,
+    global_head_dim=32,
+    global_kv_head=1,
+    global_rotary_dim=8,
+    shared_intermediate=16,
+)
+LAGUNA = SMALL | dict(
+    sliding_window=20,
+    dense_intermediate=16,
+    shared_intermediate=16,
+    n_head=6,
+    layer_heads=(4, 6, 6, 6, 4, 6),
+    full_rope=LayerRope(1e4, 8),
+)
+FLINT = SMALL | dict(sliding_window=20, dense_intermediate=16, shared_intermediate=16)
+# Name in ARCHITECTURES, changed args, layer.
+LAYERS = {
+    "Gemma 4's window layer": ("gemma-4-26B-A4B", GEMMA4, 0),
+    "Gemma 4's global layer": ("gemma-4-26B-A4B", GEMMA4, 5),
+    "Laguna's full layer, a gate a head": ("Laguna-XS-33B-A3B", LAGUNA, 0),
+    "Laguna's window layer, a gate a number": (
+        "Laguna-XS-33B-A3B",
+        LAGUNA | {"gate": "element"},
+        1,
+    ),
+    "Flint's full layer, not rotated": ("Flint-40B-A2.5B", FLINT, 0),
+}
+
+
+def layer_token_error(name: str, changes: dict, number: int, queries: int = 1) -> float:
+    """The same for a layer of a family's model, with what the family adds."""
     torch.manual_seed(0)
-    args = replace(
-        ARCHITECTURES["gemma-4-26B-A4B"],
-        dim=64,
-        n_head=4,
-        n_kv_head=2,
-        head_dim=16,
-        sliding_window=20,
-        global_head_dim=32,
-        global_kv_head=1,
-        global_rotary_dim=8,
-        vocab_size=32,
-        n_expert=8,
-        intermediate=16,
-        shared_intermediate=16,
-    )
-    model = Gemma4Transformer(first_layers(args, 6))
-    layer, S = model.layers[5 if is_global else 0].attention, 128
+    args = replace(first_layers(ARCHITECTURES[name], 6), **changes)
+    model = family_of(args).model_class(args)
+    layer, S = model.layers[number].attention, 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
     positions, (_, K, C) = torch.tensor([[40], [3]]) + torch.arange(queries), layer.heads
@@ -1129,7 +1146,7 @@ def attention_code(
     """Return the kernels of `attend_tokens` for one sequence, compiled."""
     C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
     stored = kind((1, layer.kv_heads, S, C), dtype, torch.device("cpu")).stored()
-    qkv, rope = empty(1, Q, layer.projected * C), torch.empty(1, Q, 1, 2 * C)
+    qkv, rope = empty(1, Q, layer.projected), torch.empty(1, Q, 1, 2 * C)
     weights = [None if width is None else empty(width) for width in (*norms, sinks)]
     positions = torch.empty(1, Q, dtype=torch.int64)
     tensors = qkv, rope, positions, *stored, *weights
@@ -1191,7 +1208,8 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
         sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
-        layer = replace(layer, gated=more == "gated", full_norm=qk_norm == "full")
+        gate = "sigmoid" if more == "gated" else ""
+        layer = replace(layer, gate=gate, full_norm=qk_norm == "full")
         norms = norm_widths(qk_norm, H, K, C)
         for name, code in attention_code(layer, 8, S, torch.bfloat16, kind, norms, sinks):
             asm = code.asm["sass"]
@@ -1385,8 +1403,7 @@ def without_assembly() -> None:
 def token_errors() -> dict[str, float]:
     without_assembly()
     found = {name: token_error(*case) for name, case in TOKEN.items()}
-    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
-    found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
+    found |= {name: layer_token_error(*case) for name, case in LAYERS.items()}
     return found | {"a gated output": gated_token_error()}
 
 
@@ -1404,16 +1421,16 @@ def begin_errors() -> dict[str, float]:
 
 
 def few_token_errors() -> dict[str, float]:
-    """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
+    """`token_errors` of four forms: without and with a norm, a window and sinks, a gate a head."""
     without_assembly()
     names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
-    return {name: token_error(*TOKEN[name]) for name in names}
+    found, gated = {name: token_error(*TOKEN[name]) for name in names}, list(LAYERS)[2]
+    return found | {gated: layer_token_error(*LAYERS[gated])}
 
 
 def more_queries_errors() -> dict[str, float]:
     found = queries_errors(MORE_QUERIES) | {"a gated output": gated_token_error(5)}
-    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
-    return found | {name: gemma4_token_error(is_global, 3) for name, is_global in kinds.items()}
+    return found | {name: layer_token_error(*case, 3) for name, case in LAYERS.items()}
 
 
 def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:

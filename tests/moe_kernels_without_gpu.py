@@ -50,9 +50,9 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.nemotron_h import NemotronHArgs
 from models.layers.short_conv import ShortConv
 from models.lfm2_moe import Lfm2MoeArgs
+from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
