@@ -1315,7 +1315,7 @@ def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: 
     stored, at = layer.cache.stored(), (context.rope, context.positions)
     x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
     settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
-    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
+    return mla.attend_latent_tokens(x, settings, tile).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:

@@ -405,7 +405,6 @@ def norm_router(
     plain: Tensor | None = None,
     rows: int | None = None,
     warps: int = 4,
-    pdl: bool | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -430,15 +429,15 @@ def norm_router(
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
     grid = (programs,) if T == 1 else (programs, T)
     tensors = x, Added(), before.norm, None, before.router, results
-    launch(join_tokens, grid, *tensors, settings=s, warps=warps, pdl=pdl)
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, results.scores
 
 
-def norm_tokens(x: Tensor, norm: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+def norm_tokens(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`."""
     normed, (T, D) = torch.empty_like(x), x.shape
     tensors = x, Added(), norm, None, Router(), Results(normed)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8, pdl=pdl)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8)
     return normed
 
 
@@ -449,7 +448,6 @@ def receive_norm_router(
     before: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
-    pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
 
@@ -476,5 +474,5 @@ def receive_norm_router(
     )
     added = Added(inbox.memory, inbox.calls)
     tensors = x, added, before.norm, None, before.router, results
-    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps, pdl=pdl)
+    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps)
     return total, normed, scores

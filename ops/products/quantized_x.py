@@ -139,7 +139,7 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
     return BITS[weight.kind] == 4 and (tokens > 2 or quads > LONG_X)
 
 
-def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
+def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:
     """Quantize tokens x [T, in], or their experts' [T, A in], for a kind in INTEGERS."""
     T, quads = len(x), x.shape[1] // weight.width * weight.quads
     quantized = empty_quantized(T, quads, weight, x.dtype, x.device)
@@ -153,6 +153,5 @@ def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> Quant
         quantized.units,
         settings=s,
         warps=1,
-        pdl=pdl,
     )
     return quantized
