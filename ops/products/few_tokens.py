@@ -105,8 +105,7 @@ def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or those of e2m1
-    run = weight.group // weight.fields
-    return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
+    return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
 
 
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:

@@ -231,12 +231,11 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
     FIELDS: tl.constexpr = l.fields
-    ORDER: tl.constexpr = l.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l.quads, ORDER, l.lanes)
+    store_quads(values, normed, units, l)
 
 
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
