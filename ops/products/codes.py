@@ -29,7 +29,6 @@ multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floatin
 A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl

@@ -3,7 +3,6 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl

@@ -20,7 +20,6 @@ multiplies the fp32 sum of its products, so that a step lies within a group; a s
 (mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass

@@ -9,7 +9,6 @@ Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
