@@ -235,14 +235,6 @@ def iq4(units, K: tl.constexpr):
 
 
 @jit
-def iq4_number(code, DTYPE: tl.constexpr):
-    """Convert an iq4 code, 0 to 15, to DTYPE by a table of 16 bytes in two integers."""
-    low, high = -0x091522304052677F, 0x7159453526190D01
-    table = tl.where(code & 8 != 0, high, low)
-    return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(DTYPE)
-
-
-@jit
 def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Convert field K of units to DTYPE, without its scale.
 
@@ -266,27 +258,36 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
         else:
             byte = shift_right(units, 8) if K else units
             return signed_bytes(byte) if KIND == "int8" or KIND == "q8_0" else e4m3(byte)
-    elif KIND == "int8" or KIND == "q8_0":
+    else:
+        number = _decode_plainly(units, factor, K, KIND)
+        # By fp32 to bf16: Triton's interpreter knows no other way.
+        return number.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else number.to(DTYPE)
+
+
+@jit
+def _decode_plainly(units, factor, K: tl.constexpr, KIND: tl.constexpr):
+    """`decode` to a number of any type that has its digits."""
+    if KIND == "int8" or KIND == "q8_0":
         bits = (units >> 8 * K & 0xFF) ^ 0x6480  # fp16 bits of 1024 + 128 + the number
-        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+        return bits.to(tl.float16, bitcast=True) - 1152.0
     elif KIND == "fp8" or KIND == "fp8b":  # bits of an fp16 number, 2 ** -8 as large
         byte = units >> 8 * K
-        bits = (byte & 0x80) << 8 | (byte & 0x7F) << 7
-        return bits.to(tl.float16, bitcast=True).to(DTYPE)
+        return ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
     elif KIND == "mxfp4" or KIND == "nvfp4":  # bits of an fp16 number, 2 ** -14 as large
         code = units >> 4 * K
         number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
-        return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
-    elif KIND == "q5_k":
-        above = factor >> K // 2 * 8 + K % 2 & 1
-        return ((units >> 4 * K & 15 | above << 4) - 16).to(DTYPE)
-    elif KIND == "q6_k":
-        above = factor >> K // 2 * 8 + K % 2 * 2 & 3
-        return ((units >> 4 * K & 15 | above << 4) - 32).to(DTYPE)
+        return number.to(tl.float32) * 16384.0 * factor
+    elif KIND == "q5_k" or KIND == "q6_k":
+        BITS: tl.constexpr = 1 if KIND == "q5_k" else 2
+        above = factor >> K // 2 * 8 + K % 2 * BITS & 2**BITS - 1
+        return (units >> 4 * K & 15 | above << 4) - (8 << BITS)
     elif KIND == "iq4":
-        return iq4_number(units >> 4 * K & 15, DTYPE)
+        # A table of 16 bytes in two integers.
+        code = units >> 4 * K & 15
+        table = tl.where(code & 8 != 0, 0x7159453526190D01, -0x091522304052677F)
+        return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8)
     else:
-        return ((units >> 4 * K & 15) - 8).to(DTYPE)
+        return (units >> 4 * K & 15) - 8
 
 
 @jit
