@@ -28,7 +28,7 @@ from formats import FORMATS, PLAIN
 from formats.base import Parts
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products"))
+HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "weights", "products"))
 # Sums in another order, so that loops become vectors. NaN and infinity keep their meaning.
 FLAGS = (
     *("-std=c++20", "-O3", "-shared", "-fPIC", "-pthread", "-w"),

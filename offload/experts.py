@@ -163,7 +163,7 @@ class OffloadedExperts(nn.Module):
         """
         ids = expert_indices - self.first  # other ranks' ids get out of range
         where = self.storage.blobs, self.pool, self.layout
-        return page(ids, x, expert_weights.float(), [*self.cache.table(bool(box))], *where, box)
+        return page(ids, x, expert_weights.float(), [*self.cache.table(len(box) > 0)], *where, box)
 
     def multiply(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
         """Run the ordinary products; all chosen experts of this rank are in slots."""
