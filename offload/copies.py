@@ -1,4 +1,4 @@
-"""Copies of a wave's experts beside the products of the wave before, on a stream of their own."""
+"""Copies of experts beside products, on a stream of their own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -11,6 +11,18 @@ from torch import Tensor
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all layers' copies."""
     return torch.cuda.Stream(device)
+
+
+def run_beside(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Launch copies beside what is launched next -> what lets later launches wait for them."""
+    if device.type != "cuda":
+        launch()
+        return lambda: None
+    stream, main = copy_stream(device), torch.cuda.current_stream()
+    stream.wait_stream(main)
+    with torch.cuda.stream(stream):
+        launch()
+    return lambda: main.wait_stream(stream)
 
 
 def load_in_turn(

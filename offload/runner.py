@@ -6,17 +6,19 @@ the experts run eagerly between two compiled parts of the block.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from model import Block, Context, MoE, Transformer
+from offload.copies import run_beside
 from offload.experts import OffloadedExperts, offloaded_layers
 from ops.products import experts as moe_decode
 from ops.products.join import norm_router
 from ops.products.routing import route
 from ops.step.cpu_share import MAX_TOKENS, answer
-from ops.step.expert_paging import page_experts
+from ops.step.expert_paging import find_experts
 from runtime.fused_decode import FusedRunner
 from runtime.fused_layer import FusedExperts, FusedLayer, kernel_weight
 from runtime.runner import CompiledRunner, share_code
@@ -110,8 +112,8 @@ class FusedOffloadedExperts(FusedExperts):
         norm_router    norm, scores
         route          the choice
         place, ask     hits and misses; the CPU's share is requested
-        gate_up, down  a shared expert, meanwhile
-        fetch          the other misses are copied
+        fetch          the other misses are copied; beside it on the GPU:
+        gate_up, down  a shared expert
         gate_up, down  products of the experts in slots
         answer         plus the CPU's sum, plus residual
 
@@ -153,11 +155,16 @@ class FusedOffloadedExperts(FusedExperts):
         indices, weights = self.choose(scores)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
-        where = layer.storage.blobs, layer.pool, layer.layout
-        table = layer.cache.table(bool(box))
-        _, slots, kept = page_experts(indices, plain, weights, table, *where, box)
+        table = layer.cache.table(box is not None)
+        found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
         if self.apart:
+            copy = partial(layer.fill_slots, found.to_copy, found.targets.flatten())
+            wait = run_beside(copy, x.device)
             x = self.add_shared(x, plain, scores)
+            wait()
+        else:
+            layer.fill_slots(found.to_copy, found.targets.flatten())
+        slots, kept = found.slots, found.weights
         h = moe_decode.multiply_each(normed, self.w13, slots, self.activation, self.bias13)
         add = {} if box else self.sum.of_product(x)
         dtype = torch.float32 if box else plain.dtype

@@ -275,30 +275,28 @@ def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: li
     (fetch_by_kernel if by_kernel else fetch_plainly)(experts, slots, host, pool, layout)
 
 
-def page_experts(
-    chosen: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    table: Table,
-    host: Tensor,
-    pool: Tensor,
-    layout: list[int],
-    box: Mailbox | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`place`, then `ask` the CPU for its share, then `fetch` the rest.
+class Found(NamedTuple):
+    """What `find_experts` returns."""
 
-    chosen int64, weights fp32 [T, A]: the experts of x [T, D]. Return slots int64 [T, A], R for
-    experts in none, and as `ask` slots to read and weights; these are the given ones if box is
-    None.
+    to_copy: Tensor  # int64 [P], the expert to fetch or -1
+    targets: Tensor  # int64 [T, A], slots; R for experts in none
+    slots: Tensor  # int64 [T, A], slots to read
+    weights: Tensor  # fp32 [T, A], of these
+
+
+def find_experts(
+    chosen: Tensor, x: Tensor, weights: Tensor, table: Table, R: int, box: Mailbox | None
+) -> Found:
+    """`place`, then `ask` the CPU for its share. The caller fetches the rest.
+
+    chosen int64, weights fp32 [T, A]: the experts of x [T, D]. Slots to read and weights are those
+    of `ask`; or if box is None, targets and the given ones.
     """
-    slots, ids = pool.numel() // host.shape[1], chosen.flatten()
-    experts, targets = place(ids, table, slots)
-    found = targets.view_as(chosen)
-    near, kept = found, weights
-    if box is not None:
-        near, kept = ask(x, chosen, found, weights, box, slots, len(table.slot))
-    fetch(experts, targets, host, pool, layout)
-    return found, near, kept
+    to_copy, targets = place(chosen.flatten(), table, R)
+    targets = targets.view_as(chosen)
+    if box is None:
+        return Found(to_copy, targets, targets, weights)
+    return Found(to_copy, targets, *ask(x, chosen, targets, weights, box, R, len(table.slot)))
 
 
 @torch.library.custom_op("moe_fast::page", mutates_args=())
@@ -312,7 +310,7 @@ def page(
     layout: list[int],
     box: list[Tensor],
 ) -> Tensor:
-    """`page_experts` as an operator for compiled blocks -> slots [T, A], once copies are done.
+    """`find_experts` and `fetch` as an operator for compiled blocks -> slots [T, A], once copies are done.
 
     table, box: the tensors of a `Table` and of a `Mailbox`; no box: the CPU has no share. The
     operator writes the table, the pool and the box in place but declares no mutation: weights are
@@ -320,9 +318,10 @@ def page(
     on the returned slots and therefore run after the copies, and no reader from before is still to
     run.
     """
-    mailbox = Mailbox(*box) if box else None
-    found = page_experts(chosen, x, weights, Table(*table), host, pool, layout, mailbox)
-    return found[0].clone()  # this kernel waits for the copies, so that later ones need not
+    mailbox, slots = Mailbox(*box) if box else None, pool.numel() // host.shape[1]
+    found = find_experts(chosen, x, weights, Table(*table), slots, mailbox)
+    fetch(found.to_copy, found.targets.flatten(), host, pool, layout)
+    return found.targets.clone()  # this kernel waits for the copies, so that later ones need not
 
 
 @page.register_fake
