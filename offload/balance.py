@@ -7,13 +7,15 @@ copies and products read the same host memory, so that each is slower beside the
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb, inf
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from offload.cpu_share import CPUProducts, prepared
+from offload.cpu_experts import CPUExperts
+from offload.cpu_share import CPUProducts
 from offload.experts import OffloadedExperts
 
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
@@ -153,8 +155,10 @@ def multiplications(
     for n in range(MEASURED_CALLS if products else 0):
         layer, first = n % len(layers), n * count
         ids = [(first + n) % layers[layer].n_local for n in range(count)]
-        arguments = x, torch.tensor(ids, dtype=torch.int32), tokens, weights, y
-        calls.append(prepared(products[layer], arguments))
+        given = x, torch.tensor(ids, dtype=torch.int32), tokens, weights, y
+        product = products[layer]
+        compiled = isinstance(product, CPUExperts)
+        calls.append(product.prepare(*given) if compiled else partial(product, *given))
     return calls
 
 

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -70,16 +69,6 @@ def host_weight(module: nn.Module) -> HostWeight | None:
     if isinstance(module, Packed):
         return HostWeight(module.parts(), module.format, module.group, bias)
     return HostWeight({"weight": module.weight}, PLAIN, 1, bias)
-
-
-def prepared(products: CPUProducts, arguments: Sequence[Tensor]) -> Callable[[], object]:
-    """Return a call of products that spends no time on Python's checks, as a request does."""
-    if not is_compiled(products):
-        return partial(products, *arguments)
-    x, experts, tokens, weights, y = arguments
-    count = torch.tensor([len(experts)], dtype=torch.int32)
-    argument = products.host_function(x, experts, tokens, weights, count, y)[1]
-    return partial(products.threads.library.run_experts, argument)
 
 
 class PlainProducts:
