@@ -17,7 +17,7 @@ missed at the joint bandwidth of copies and CPU products. All are measured.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 
@@ -233,14 +233,18 @@ class Measurement:
         self.device = pick_device("auto")
         source = RandomWeights(args, number_format(options.mode, args))
         self.source = CachedExperts(source, self.device)
-        self.routing: ReplayedRouting | None = None
-        if options.routing != "random":
-            text = options.routing == "text"
-            scores = embedded_scores(REPLAYED) if text else walking_scores(REPLAYED, args.n_expert)
-            layers = args.n_layer - len(args.dense_layers)
-            how = args.n_active, layers, self.device, options.together
-            self.routing = ReplayedRouting(scores, *how)
-        self.logits: Tensor | None = None
+        self.routings = {name: self.make_routing(name) for name in options.routing}
+        self.logits: dict[str, Tensor] = {}  # by routing
+
+    def make_routing(self, name: str) -> ReplayedRouting | None:
+        """Return one of ROUTINGS; None: as the random weights choose."""
+        if name == "random":
+            return None
+        args = self.args
+        made = name == "reuse"
+        scores = walking_scores(REPLAYED, args.n_expert) if made else embedded_scores(REPLAYED)
+        layers = args.n_layer - len(args.dense_layers)
+        return ReplayedRouting(scores, args.n_active, layers, self.device, self.options.together)
 
     def load(self, compute: str | None) -> Transformer:
         """Return the model, offloaded or, with None, resident."""
@@ -252,31 +256,41 @@ class Measurement:
     def resident(self) -> tuple[float, float]:
         """Return steps/s with all experts on the device, and the time to compile."""
         model, options = self.load(None), self.options
-        if options.check and self.routing is None:
-            self.logits = check_logits(model, options.decode_kernels)
+        if options.check:
+            self.logits["random"] = check_logits(model, options.decode_kernels)
         how = options.tokens, options.decode_kernels, None, options.together
         self.resident_rate, _, compiled = decode_speed(model, *how)
         return self.resident_rate, compiled
 
-    def row(self, compute: str) -> tuple[dict, str]:
-        """Measure a row of COMPUTE -> its figures, and the times of loading and compiling."""
-        options, start = self.options, time.perf_counter()
+    def rows(self, compute: str) -> Iterator[tuple[dict, str]]:
+        """Yield the figures of each routing, and the times of loading and compiling."""
+        start = time.perf_counter()
         model = self.load(compute)
-        loaded, figures = time.perf_counter() - start, {"compute": compute}
-        layer = offloaded_layers(model)[0]
-        if options.check:
-            logits = check_logits(model, options.decode_kernels, self.routing)
-            self.logits = logits if self.logits is None else self.logits
-            figures["logit_error"] = ((logits - self.logits).norm() / self.logits.norm()).item()
-        how = options.tokens, options.decode_kernels, self.routing, options.together
+        loaded = time.perf_counter() - start
+        for name, routing in self.routings.items():
+            figures = {"compute": compute, "routing": name}
+            if self.options.check:
+                logits = check_logits(model, self.options.decode_kernels, routing)
+                want = self.logits.setdefault(name, logits)
+                figures["logit_error"] = ((logits - want).norm() / want.norm()).item()
+            speed, compiled = self.speed(model, routing)
+            times = f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
+            yield figures | speed, times
+
+    def speed(
+        self, model: Transformer, routing: ReplayedRouting | None
+    ) -> tuple[dict[str, float], float]:
+        """Return a row's figures, and the time to compile."""
+        options, layer = self.options, offloaded_layers(model)[0]
+        how = options.tokens, options.decode_kernels, routing, options.together
         rate, traffic, compiled = decode_speed(model, *how)
         link = link_bandwidth(layer.storage.blobs, self.device)
-        nbytes, tokens = layer.storage.blobs.shape[1], options.tokens
-        on_cpu = traffic["on_cpu"] * nbytes / tokens
+        nbytes = layer.storage.blobs.shape[1]
+        on_cpu = traffic["on_cpu"] * nbytes / options.tokens
         copied = traffic["bytes_moved_per_token"]
-        figures |= {
+        figures = {
             "slots": options.gpu_experts,
-            "tok_s": rate,
+            "tok_s": rate * options.together,
             "hit_ratio": traffic["hit_ratio"],
             "cpu_ratio": traffic["cpu_ratio"],
             "mb_copied": copied / 1e6,
@@ -286,17 +300,18 @@ class Measurement:
         joint = link
         if (found := getattr(model, "prediction", None)) is not None:
             balance = found.balance
-            figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
+            if options.together == 1:
+                figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
             figures["copies"] = found.copies[: self.args.n_active + 1]
             figures["shares"] = balance.describe()
             if balance.cpu.each < inf:
                 joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
-        figures |= {"bound": bound, "of_bound": rate / bound}
+        figures |= {"bound": bound * options.together, "of_bound": rate / bound}
         if options.prompt:
             seconds, copied = prompt_speed(model, options.prompt)
             figures |= {"prompt_s": seconds, "prompt_of_link": copied / link / seconds}
-        return figures, f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
+        return figures, compiled
 
 
 # Command ------------------------------------------------------------------------------------------
@@ -320,7 +335,8 @@ def build_parser() -> Parser:
     add("--tokens", type=int, default=100)
     add("--together", type=int, default=1, metavar="N", help="tokens of a step: a pass of drafts")
     add("--prompt", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
-    add("--routing", default="random", choices=ROUTINGS, help="which experts are chosen (random)")
+    chosen = f"which experts are chosen: {', '.join(ROUTINGS)} (random)"
+    add("--routing", nargs="+", default=["random"], choices=ROUTINGS, metavar="HOW", help=chosen)
     add("--decode_kernels", default="auto", choices=KERNELS)
     add("--check", action="store_true", help="compare logits with those of resident experts")
     rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
@@ -347,17 +363,17 @@ def measure_rows(args: ModelArgs, options) -> dict[str, float]:
     rate, compiled = measurement.resident()
     print(
         f"{options.arch} {options.mode}, {args.n_layer} layers, {options.gpu_experts} slots, "
-        f"{options.routing} routing, {options.together} tokens a step: {rate:.1f} steps/s with all "
-        f"experts on the device (compiled in {compiled:.0f} s)",
+        f"{options.together} tokens a step: {rate:.1f} steps/s with all experts on the device "
+        f"(compiled in {compiled:.0f} s)",
         flush=True,
     )
     rates = {"resident": rate}
     for compute in options.rows:
         free_memory(compiled=True)
-        row, times = measurement.row(compute)
-        rates[compute] = row["tok_s"]
-        rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps(rounded), times, flush=True)
+        for row, times in measurement.rows(compute):
+            rates[f"{compute}, {row['routing']}"] = row["tok_s"] / options.together
+            rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+            print(json.dumps(rounded), times, flush=True)
     free_memory(compiled=True)
     return rates
 
