@@ -13,16 +13,26 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run_beside(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Launch copies beside what is launched next -> what lets later launches wait for them."""
-    if device.type != "cuda":
-        launch()
-        return lambda: None
-    stream, main = copy_stream(device), torch.cuda.current_stream()
-    stream.wait_stream(main)
-    with torch.cuda.stream(stream):
-        launch()
-    return lambda: main.wait_stream(stream)
+class Beside:
+    """What is launched on the copies' stream, beside what the current stream does.
+
+    Without a GPU it runs at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = copy_stream(device) if device.type == "cuda" else None
+
+    def run(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Launch what waits for all launches so far -> what lets later launches wait for it."""
+        if self.stream is None:
+            launch()
+            return lambda: None
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            launch()
+            done = self.stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
 
 def load_in_turn(
