@@ -512,7 +512,7 @@ def test_experts_in_host_memory(settings, compile):
     for _ in range(2):
         assert list(session.stream(ids, 60, GREEDY)) == want
     totals = {name: sum(counts[name] for counts in expert_counters(model)) for name in COUNTERS}
-    assert totals["misses"] > 100  # a prompt's experts are copied
+    assert totals["misses"] >= 40  # a prompt's experts are copied: 5 in each of 8 layers
     assert (totals["on_cpu"] > 100) == (settings.compute != "gpu")
 
 
