@@ -15,7 +15,7 @@ along `in`.
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,200 +24,22 @@ from torch import Tensor
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
-from ops.products.units import (
-    decode,
-    decode_hqq,
-    e2m1_factor,
-    finish,
-    first_byte,
-    pair_factors,
-    scale_and_min,
-    second_byte,
-    to_fp32,
+from ops.products.prompt_weights import (
+    PromptSettings,
+    PromptTile,
+    block_factor,
+    group_factors,
+    load_above,
+    load_scales,
+    weight_field,
 )
+from ops.products.units import finish
 from ops.products.weights import BITS, GGUF, kernel_tensors
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
 FEW_ROWS = 64
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
-
-
-@dataclass(frozen=True)
-class PromptTile:
-    """How a grouped GEMM divides its work. benchmarks/grouped.py measures some."""
-
-    rows: int  # BM, rows of x
-    outputs: int  # BN
-    numbers: int  # BK, along `in` in a step
-    warps: int
-    stages: int = 3  # steps in flight
-
-
-@dataclass(frozen=True)
-class PromptSettings:
-    """What `_grouped` is compiled for."""
-
-    out: int
-    width: int  # numbers of a row of x
-    E: int
-    kind: str
-    bits: int
-    group: int  # numbers that share a scale
-    tile: PromptTile
-
-    @property
-    def packed(self) -> bool:
-        return self.kind != "plain"
-
-    @property
-    def fields(self) -> int:
-        """Codes of a unit."""
-        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
-
-    @property
-    def run(self) -> int:
-        return grouped_run(self.width, self.bits)
-
-    @property
-    def step_scaled(self) -> bool:
-        """Whether each group of numbers along `in` has a scale."""
-        return self.bits < 8 or self.gguf
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def bits_above(self) -> int:
-        """Bits of a code in a plane of their own."""
-        return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
-
-    @property
-    def experts_pow2(self) -> int:
-        return triton.next_power_of_2(self.E)
-
-
-# Scales and third bits ----------------------------------------------------------------------------
-
-
-@jit
-def _expand(values, COUNT: tl.constexpr):
-    """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
-    BN: tl.constexpr = values.shape[0]
-    n: tl.constexpr = values.shape[1]
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
-
-
-@jit
-def _expand_pairs(even, odd, COUNT: tl.constexpr):
-    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
-    BN: tl.constexpr = even.shape[0]
-    n: tl.constexpr = even.shape[1]
-    both = tl.join(even, odd)[:, :, None, :]
-    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
-
-
-@jit
-def _load_above(plane, rows, start, s: tl.constexpr):
-    """Load the bits above the codes of BK numbers -> int16 [BN, units].
-
-    They are as `decode` or `decode_hqq` takes them. SHARING words of codes have one word of the
-    plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
-    those of the word before.
-    """
-    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
-    # that multiply what they loaded, but moves nothing that depends on a position.
-    FIELDS: tl.constexpr = s.fields
-    UNITS: tl.constexpr = s.width // FIELDS
-    SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
-    SHIFT: tl.constexpr = 8 // SHARING
-    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
-    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
-    word, inside = unit // 2 % SHARING, unit < UNITS
-    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
-    if s.kind == "hqq":
-        bits = bits << 2
-    for m in tl.static_range(1, SHARING):
-        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
-        bits |= own >> (SHIFT * m - 2 if s.kind == "hqq" else SHIFT * m)
-    return bits
-
-
-@jit
-def _load_scales(weights, rows, start, s: tl.constexpr):
-    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
-    FIELDS: tl.constexpr = s.fields
-    IN: tl.constexpr = s.width
-    GROUP: tl.constexpr = s.group
-    BK: tl.constexpr = s.tile.numbers
-    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
-    # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
-    # Triton 3.6 moves all products through shared memory instead of the scale.
-    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
-    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
-    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
-    scale = tl.load(weights.scale + group)
-    if weights.step is not None:
-        return scale, tl.load(weights.step + group // 8)
-    else:
-        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
-
-
-@jit
-def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert the result of `_load_scales` to a factor and an offset for each unit of a step.
-
-    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields.
-    """
-    COUNT: tl.constexpr = s.tile.numbers // s.fields
-    scale, zero = fetched
-    offset = 0.0
-    if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        factor = _expand_pairs(even, odd, COUNT)
-    else:
-        if s.kind == "mxfp4":
-            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
-            scale = scale.to(tl.float32)  # or Triton would round products to fp16
-        elif s.kind == "hqq":
-            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-            if weights.scale_step is not None:
-                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-                scale = scale * step + low
-                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-                zero = zero * step + low
-            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
-        elif s.kind == "q4_k" or s.kind == "q5_k":
-            scale, least = scale_and_min(scale, zero)
-            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
-        elif s.kind == "q6_k":
-            step = zero.to(tl.float32)
-            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
-        elif s.gguf:
-            scale = scale.to(tl.float32)
-            if weights.step is not None:
-                scale *= zero.to(tl.float32)
-        factor = _expand(scale, COUNT)
-    return factor, offset
-
-
-@jit
-def _block_factor(scale, rows, unit, start, s: tl.constexpr):
-    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
-    IN: tl.constexpr = s.width
-    GROUP: tl.constexpr = s.group
-    BK: tl.constexpr = s.tile.numbers
-    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
 
 
 # Tiles --------------------------------------------------------------------------------------------
@@ -253,34 +75,6 @@ def _find_rows(tile, expert, groups, BM: tl.constexpr):
 
 
 @jit
-def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a field of packed units as weights, without what `finish` multiplies."""
-    KIND: tl.constexpr = s.kind
-    BITS: tl.constexpr = s.bits
-    units, above, factor, offset = numbers
-    if KIND == "hqq":
-        code = decode_hqq(units, above, field, BITS, DTYPE)
-        return (code * factor - offset).to(DTYPE)
-    elif s.gguf:
-        number = decode(units, above, field, KIND, DTYPE)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
-        if KIND == "q6_k":
-            number *= factor if field % 2 == 0 else offset
-        else:
-            number = number * factor - offset
-        return number.to(DTYPE)
-    number = decode(units, factor, field, KIND, DTYPE)
-    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
-        number = to_fp32(number)  # the factor has more digits than bf16
-    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
-        factor = factor.to(tl.float32)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
-    if KIND == "fp8b" or KIND == "int4":
-        number = (number * factor).to(DTYPE)
-    return number
-
-
-@jit
 def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
     FIELDS: tl.constexpr = s.fields
@@ -295,7 +89,7 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
         k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
         inside = present & (k < IN) if IN % BK else present
         a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
-        b = _weight_field(numbers, field, s, x.dtype.element_ty)
+        b = weight_field(numbers, field, s, x.dtype.element_ty)
         sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
     return sums
 
@@ -327,8 +121,9 @@ def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.con
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
 
-# Grid [T, out / BN]: a program computes one tile, of BM rows of x and BN outputs of one expert, in
-# steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
+# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 #
 # One kernel: its speed depends on the order of loads, prefetches and products. A reader should see
 # that order whole. Formats differ in constexprs only.
@@ -342,16 +137,16 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
     DTYPE: tl.constexpr = x.dtype.element_ty
-    tile = tl.program_id(0)
+    tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, groups = _find_expert(tile, group_ends, s)
-    if expert < s.E:
+    if expert < s.E and block * BN < OUT:
         rows, present = _find_rows(tile, expert, groups, BM)
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        n = block * BN + tl.arange(0, BN)
         weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
         scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
         sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
         if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
-            fetched = _load_scales(weights, weight_rows, 0, s)
+            fetched = load_scales(weights, weight_rows, 0, s)
         for start in range(0, IN, BK):
             unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
             inside = unit < IN // FIELDS if IN % BK else None
@@ -362,13 +157,13 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
                 above = units
                 if s.bits_above > 0:
                     plane = third if s.kind == "hqq" else weights.high
-                    above = _load_above(plane, weight_rows, start, s)
+                    above = load_above(plane, weight_rows, start, s)
                 factor, offset = 0.0, 0.0
                 if s.kind == "fp8b":
-                    factor = _block_factor(weights.scale, scale_rows, unit, start, s)
+                    factor = block_factor(weights.scale, scale_rows, unit, start, s)
                 elif s.step_scaled:
-                    factor, offset = _group_factors(fetched, weights, weight_rows, s, DTYPE)
-                    fetched = _load_scales(weights, weight_rows, start + BK, s)
+                    factor, offset = group_factors(fetched, weights, weight_rows, s, DTYPE)
+                    fetched = load_scales(weights, weight_rows, start + BK, s)
                 sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
             else:
                 sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
@@ -379,16 +174,6 @@ def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
 
 
 # Launching ----------------------------------------------------------------------------------------
-
-
-def grouped_run(width: int, bits: int) -> int:
-    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
-
-    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
-    field 1. At most 32, which are 64 bytes of x.
-    """
-    units = width * (2 if bits == 3 else bits) // 16
-    return min(32, units & -units)
 
 
 def choose_prompt_tile(N: int, E: int, bits: int) -> PromptTile:
@@ -419,6 +204,12 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
         for stages in range(tile.stages, 1, -1):
             for rows in (rows for rows in sizes if (rows >= 64) is several):
                 yield replace(tile, rows=rows, stages=stages)
+
+
+def grid_of(tiles: int, blocks: int, near: int) -> tuple[int, int, int]:
+    """Return the grid of `_grouped`, in which at most `near` blocks of outputs are neighbors."""
+    times = triton.cdiv(blocks, near)
+    return triton.cdiv(blocks, times), tiles, times
 
 
 def grouped_gemm(
@@ -460,7 +251,8 @@ def grouped_gemm(
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
     assert isinstance(s, PromptSettings)
-    grid = min(N, triton.cdiv(N, s.tile.rows) + E), triton.cdiv(out, s.tile.outputs)
+    tiles = min(N, triton.cdiv(N, s.tile.rows) + E)
+    grid = grid_of(tiles, triton.cdiv(out, s.tile.outputs), s.tile.near)
     launch(_grouped, grid, *given, settings=s, **options)
     return y
 
