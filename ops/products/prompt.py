@@ -64,14 +64,13 @@ def _find_expert(tile, group_ends, s: tl.constexpr):
 
 
 @jit
-def _find_rows(tile, expert, groups, BM: tl.constexpr):
-    """Return the rows of x [BM, 1] of a tile, and whether each is present."""
+def _find_rows(tile, expert, groups, s: tl.constexpr):
+    """Return the first row of x of a tile, and the end of the expert's rows."""
+    BM: tl.constexpr = s.tile.rows
     experts, starts, ends, tiles, last = groups
     mine = experts == expert
     tile -= tl.sum(tl.where(mine, last - tiles, 0))
-    row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
-    rows = row + tl.arange(0, BM)[:, None]
-    return rows, rows < end
+    return tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
 
 
 @jit
@@ -88,7 +87,7 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     for field in tl.static_range(FIELDS):
         k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
         inside = present & (k < IN) if IN % BK else present
-        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
+        a = tl.load(x + rows * IN + k, mask=inside, other=0.0)
         b = weight_field(numbers, field, s, x.dtype.element_ty)
         sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
     return sums
@@ -101,7 +100,7 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
     BK: tl.constexpr = s.tile.numbers
     x, rows, present, k = x_tile
     x_inside = present & (k < IN) if IN % BK else present
-    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=x_inside, other=0.0)
+    a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
     b = tl.load(weight + weight_rows * IN + k, mask=inside)
     return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
 
@@ -121,56 +120,73 @@ def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.con
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
 
-# Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
-# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
-# Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
-#
-# One kernel: its speed depends on the order of loads, prefetches and products. A reader should see
-# that order whole. Formats differ in constexprs only.
 @jit
-def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
+def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
+    """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
     OUT: tl.constexpr = s.out
     IN: tl.constexpr = s.width
     FIELDS: tl.constexpr = s.fields
     GROUP: tl.constexpr = s.group
-    BM: tl.constexpr = s.tile.rows
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
+    x, y, weights, third, pairs = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
+    rows = first + tl.arange(0, BM)[:, None]
+    present = rows < end
+    x_rows = rows.to(tl.int64)
+    if pairs is not None:
+        x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
+    n = block * BN + tl.arange(0, BN)
+    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+    scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
+    sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
+    if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
+        fetched = load_scales(weights, weight_rows, 0, s)
+    for start in range(0, IN, BK):
+        unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+        inside = unit < IN // FIELDS if IN % BK else None
+        x_tile = (x, x_rows, present, unit)
+        if s.packed:
+            place = weights.codes + weight_rows * (IN // FIELDS) + unit
+            units = tl.load(place, mask=inside)
+            above = units
+            if s.bits_above > 0:
+                plane = third if s.kind == "hqq" else weights.high
+                above = load_above(plane, weight_rows, start, s)
+            factor, offset = 0.0, 0.0
+            if s.kind == "fp8b":
+                factor = block_factor(weights.scale, scale_rows, unit, start, s)
+            elif s.step_scaled:
+                factor, offset = group_factors(fetched, weights, weight_rows, s, DTYPE)
+                fetched = load_scales(weights, weight_rows, start + BK, s)
+            sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
+        else:
+            sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
+    scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+    if s.row_scaled:
+        scale += expert.to(tl.int64) * OUT
+    _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+
+
+# Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
+# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
+@jit
+def _grouped(x, y, group_ends, weights, third, pairs, s: tl.constexpr):
+    BM: tl.constexpr = s.tile.rows
+    TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, groups = _find_expert(tile, group_ends, s)
-    if expert < s.E and block * BN < OUT:
-        rows, present = _find_rows(tile, expert, groups, BM)
-        n = block * BN + tl.arange(0, BN)
-        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-        scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
-        sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
-        if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
-            fetched = load_scales(weights, weight_rows, 0, s)
-        for start in range(0, IN, BK):
-            unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
-            inside = unit < IN // FIELDS if IN % BK else None
-            x_tile = (x, rows, present, unit)
-            if s.packed:
-                place = weights.codes + weight_rows * (IN // FIELDS) + unit
-                units = tl.load(place, mask=inside)
-                above = units
-                if s.bits_above > 0:
-                    plane = third if s.kind == "hqq" else weights.high
-                    above = load_above(plane, weight_rows, start, s)
-                factor, offset = 0.0, 0.0
-                if s.kind == "fp8b":
-                    factor = block_factor(weights.scale, scale_rows, unit, start, s)
-                elif s.step_scaled:
-                    factor, offset = group_factors(fetched, weights, weight_rows, s, DTYPE)
-                    fetched = load_scales(weights, weight_rows, start + BK, s)
-                sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
+    if expert < s.E and block * s.tile.outputs < s.out:
+        first, end = _find_rows(tile, expert, groups, s)
+        tensors = (x, y, weights, third, pairs)
+        if TAIL < BM:
+            if end - first <= TAIL:
+                _compute_tile(tensors, expert, first, end, block, TAIL, s)
             else:
-                sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
-        if s.row_scaled:
-            scale += expert.to(tl.int64) * OUT
-        _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+                _compute_tile(tensors, expert, first, end, block, BM, s)
+        else:
+            _compute_tile(tensors, expert, first, end, block, BM, s)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -220,16 +236,20 @@ def grouped_gemm(
     bits: int,
     group: int,
     *,
+    pairs: Tensor | None = None,
+    active: int = 1,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
+    Rows of expert e end before group_ends[e]. pairs int64 [N]: row n is token pairs[n] // active of
+    x [T, in] instead, so that nothing copies x for each expert. parts: tensors of a packed weight [E, out, ...] of
     this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
     For kind "plain", codes are weights of x's dtype and bits is 16 or 32. tile: replaces
     `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
+    N = N if pairs is None else len(pairs)
     y = x.new_empty(N, out)
     tensors, third = kernel_tensors(parts, kind), parts.get("third")
     if kind in GGUF:
@@ -238,7 +258,7 @@ def grouped_gemm(
         high = None if tensors.high is None else tensors.high.view(torch.int16)
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
         third = third if third is None else third.view(torch.int16)
-    given = x.contiguous(), y, group_ends, tensors, third
+    given = x.contiguous(), y, group_ends, tensors, third, pairs
     tiles = [tile]
     if tile is None:
         most = (
@@ -246,7 +266,10 @@ def grouped_gemm(
         )  # fp32 has no tensor cores: larger tiles spill
         tiles = smaller_tiles(choose_prompt_tile(min(N, most), E, bits))
     candidates = (
-        (PromptSettings(out, width, E, kind, bits, group, t), dict(warps=t.warps, stages=t.stages))
+        (
+            PromptSettings(out, width, E, kind, bits, group, t, active),
+            dict(warps=t.warps, stages=t.stages),
+        )
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)

@@ -32,6 +32,7 @@ class PromptTile:
     warps: int
     stages: int = 3  # steps in flight
     near: int = 16  # blocks of outputs that run before the next rows of x
+    tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class PromptSettings:
     bits: int
     group: int  # numbers that share a scale
     tile: PromptTile
+    active: int = 1  # experts of a token of x
 
     @property
     def packed(self) -> bool:
