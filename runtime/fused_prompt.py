@@ -22,7 +22,7 @@ from runtime.fused_layer import FusedLayer
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
-ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens"
+ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 
 
@@ -36,6 +36,14 @@ class ExpertRows:
     def columns(self, like: Tensor) -> Tensor | None:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
+
+    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
+        """x [T, in], pairs int64 [N] of tokens and experts, `active` a token -> [N, out]."""
+        columns = self.columns(x)
+        if columns is None:
+            return self.multiply(gather_rows(x, pairs, active, None), group_ends)
+        x = gather_rows(x, None, 1, columns)
+        return self.module.multiply_tokens(x, pairs, active, group_ends)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
@@ -85,8 +93,7 @@ class PromptLayer:
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
-        rows = gather_rows(given, order, active, w13.columns(given))
-        both = w13.multiply(rows, group_ends)
+        both = w13.multiply_tokens(given, order, active, group_ends)
         activation, columns = self.experts.activation, w2.columns(given)
         hidden = activate_rows(both, activation, w13.bias, experts, columns)
         parts = w2.multiply(hidden, group_ends)

@@ -27,14 +27,13 @@ from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
 from ops.products.prompt_weights import (
     PromptSettings,
     PromptTile,
-    block_factor,
-    group_factors,
-    load_above,
+    load_numbers,
     load_scales,
+    number_of_field,
+    prompt_operands,
     weight_field,
 )
 from ops.products.units import finish
-from ops.products.weights import BITS, GGUF, kernel_tensors
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
@@ -77,7 +76,6 @@ def _find_rows(tile, expert, groups, s: tl.constexpr):
 def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
     FIELDS: tl.constexpr = s.fields
-    RUN: tl.constexpr = s.run
     IN: tl.constexpr = s.width
     BK: tl.constexpr = s.tile.numbers
     x, rows, present, unit = x_tile
@@ -85,7 +83,7 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     # waits for it, and the compiler waits before it decodes the next field. It cut a single product
     # of all fields into several, and Triton 3.6 wrote to registers that were still being read.
     for field in tl.static_range(FIELDS):
-        k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
+        k = number_of_field(unit, field, s)
         inside = present & (k < IN) if IN % BK else present
         a = tl.load(x + rows * IN + k, mask=inside, other=0.0)
         b = weight_field(numbers, field, s, x.dtype.element_ty)
@@ -140,6 +138,7 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
     scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
     sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
+    fetched = None
     if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
     for start in range(0, IN, BK):
@@ -147,19 +146,11 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         inside = unit < IN // FIELDS if IN % BK else None
         x_tile = (x, x_rows, present, unit)
         if s.packed:
-            place = weights.codes + weight_rows * (IN // FIELDS) + unit
-            units = tl.load(place, mask=inside)
-            above = units
-            if s.bits_above > 0:
-                plane = third if s.kind == "hqq" else weights.high
-                above = load_above(plane, weight_rows, start, s)
-            factor, offset = 0.0, 0.0
-            if s.kind == "fp8b":
-                factor = block_factor(weights.scale, scale_rows, unit, start, s)
-            elif s.step_scaled:
-                factor, offset = group_factors(fetched, weights, weight_rows, s, DTYPE)
+            at = (weight_rows, scale_rows, unit)
+            numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
+            if s.step_scaled:
                 fetched = load_scales(weights, weight_rows, start + BK, s)
-            sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
+            sums = _multiply_fields(sums, numbers, x_tile, s)
         else:
             sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
     scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
@@ -242,22 +233,17 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    Rows of expert e end before group_ends[e]. pairs int64 [N]: row n is token pairs[n] // active of
-    x [T, in] instead, so that nothing copies x for each expert. parts: tensors of a packed weight [E, out, ...] of
+    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
     this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
-    For kind "plain", codes are weights of x's dtype and bits is 16 or 32. tile: replaces
-    `choose_prompt_tile`.
+    For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
+
+    pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
+    for each expert. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     N = N if pairs is None else len(pairs)
     y = x.new_empty(N, out)
-    tensors, third = kernel_tensors(parts, kind), parts.get("third")
-    if kind in GGUF:
-        bits, group = BITS[kind], 32
-    if bits < 16:
-        high = None if tensors.high is None else tensors.high.view(torch.int16)
-        tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
-        third = third if third is None else third.view(torch.int16)
+    tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
     given = x.contiguous(), y, group_ends, tensors, third, pairs
     tiles = [tile]
     if tile is None:

@@ -8,6 +8,9 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from ops.launch import jit, tl, triton
 from ops.products.units import (
     decode,
@@ -19,7 +22,7 @@ from ops.products.units import (
     second_byte,
     to_fp32,
 )
-from ops.products.weights import GGUF
+from ops.products.weights import BITS, GGUF, WeightTensors, kernel_tensors
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,23 @@ def grouped_run(width: int, bits: int) -> int:
     """
     units = width * (2 if bits == 3 else bits) // 16
     return min(32, units & -units)
+
+
+def prompt_operands(
+    parts: dict[str, Tensor], kind: str, bits: int, group: int
+) -> tuple[WeightTensors, Tensor | None, int, int]:
+    """Return the tensors of a packed weight, its third bits, bits and group, for kernels.
+
+    Codes and bits above them are units of 16 bits there.
+    """
+    tensors, third = kernel_tensors(parts, kind), parts.get("third")
+    if kind in GGUF:
+        bits, group = BITS[kind], 32
+    if bits < 16:
+        high = None if tensors.high is None else tensors.high.view(torch.int16)
+        tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
+        third = third if third is None else third.view(torch.int16)
+    return tensors, third, bits, group
 
 
 # Kernels' helpers ---------------------------------------------------------------------------------
@@ -210,6 +230,34 @@ def block_factor(scale, rows, unit, start, s: tl.constexpr):
     BK: tl.constexpr = s.tile.numbers
     block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
     return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
+
+
+@jit
+def load_numbers(weights, third, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
+
+    fetched: their result of `load_scales`. at: rows of the weight [BN, 1] and of its blocks'
+    scales, and units [1, n]. inside: which units a row has; None: all.
+    """
+    rows, scale_rows, unit = at
+    units = tl.load(weights.codes + rows * (s.width // s.fields) + unit, mask=inside)
+    above = units
+    if s.bits_above > 0:
+        plane = third if s.kind == "hqq" else weights.high
+        above = load_above(plane, rows, start, s)
+    factor, offset = 0.0, 0.0
+    if s.kind == "fp8b":
+        factor = block_factor(weights.scale, scale_rows, unit, start, s)
+    elif s.step_scaled:
+        factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
+    return units, above, factor, offset
+
+
+@jit
+def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
+    """Return where in x, in `Format.grouped_order`, the numbers of a field of units are."""
+    RUN: tl.constexpr = s.run
+    return (unit // RUN * s.fields + field) * RUN + unit % RUN
 
 
 @jit
