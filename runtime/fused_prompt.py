@@ -1,4 +1,4 @@
-"""A long prompt's chunk: PyTorch's products and SDPA, and kernels of ours for what is between them.
+"""A long prompt's chunk: library products and SDPA, and kernels of ours for all else.
 
 PyTorch alone takes about seventy kernels a layer, most of which read and write all rows of all
 experts once more. `torch.compile` fuses them, too, but compiles for half a minute
@@ -8,7 +8,9 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
-from ops.attention.prompt_heads import KERNEL, prompt_heads
+from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
+from ops.attention.prompt_heads import KERNEL as HEADS
+from ops.attention.prompt_heads import prompt_heads
 from ops.declared import Routing, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
@@ -22,7 +24,7 @@ from runtime.fused_layer import FusedLayer
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
-ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens", "_grouped"
+ALL_KERNELS = *KERNELS, HEADS, KERNEL, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 
 
@@ -78,7 +80,9 @@ class PromptLayer:
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
-        heads = attend_chunk(q, k, v, attention.window, attention.sinks)
+        given = q, k, v, attention.window, attention.sinks
+        kernel = attends_prompt(q, attention.window, attention.sinks)
+        heads = attend_prompt(*given) if kernel else attend_chunk(*given)
         if attention.gated:
             heads = heads * projected[:, -heads.shape[1] :].sigmoid()
         return attention.wo(heads.unsqueeze(0))
