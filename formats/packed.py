@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from formats import FORMATS
 from formats.base import Format, Parts
 from model import ExpertLinear, Linear, swiglu
+from ops.declared import Activation
 from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import gather_rows
 from ops.products.prompt_unpack import unpack_rows
+from ops.products.prompt_weights import GateTensors
 from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
@@ -164,14 +166,24 @@ class Packed(nn.Module):
             return None
         return column_order(self.format, self.group, self.width, like.device)
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in] in an order of `column_order`, pairs int64 [N] sorted by expert -> [N, out].
+    def activate_tokens(
+        self,
+        x: Tensor,
+        group_ends: Tensor,
+        pairs: Tensor,
+        active: int,
+        activation: Activation,
+        columns: Tensor | None,
+    ) -> Tensor:
+        """x [T, in] in the order of `column_order` -> the activation [N, out / 2] of w13's product.
 
-        Row n is token pairs[n] // active. Raises KernelError where the kernel cannot run.
+        pairs int64 [N], sorted by expert: row n is token pairs[n] // active. columns: the order of
+        the result. Raises KernelError where the kernel cannot run.
         """
-        format, own = FORMATS[self.format], dict(pairs=pairs, active=active)
+        format = FORMATS[self.format]
         weight = self.parts(), format.kind, format.bits, self.group
-        return grouped_gemm(x, group_ends, *weight, **own)
+        own = dict(pairs=pairs, active=active, activation=activation)
+        return grouped_gemm(x, group_ends, *weight, gate=GateTensors(self.bias, columns), **own)
 
     def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""

@@ -5,13 +5,15 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
-from ops.declared import Routing, SumAdditions
+from ops.declared import Activation, Routing, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.products.fixed_join import fixed_add_norm
@@ -28,6 +30,15 @@ ALL_KERNELS = *KERNELS, HEADS, KERNEL, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 
 
+class SortedPairs(NamedTuple):
+    """A chunk's pairs of tokens and experts, sorted by expert."""
+
+    order: Tensor  # int64 [N]: token * active + choice
+    experts: Tensor | None  # int64 [N]; None: not needed
+    group_ends: Tensor  # int32 [E]
+    active: int  # A
+
+
 class ExpertRows:
     """A stacked expert weight for rows sorted by expert: its product, without its bias."""
 
@@ -39,13 +50,16 @@ class ExpertRows:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in], pairs int64 [N] of tokens and experts, `active` a token -> [N, out]."""
-        columns = self.columns(x)
-        if columns is None:
-            return self.multiply(gather_rows(x, pairs, active, None), group_ends)
-        x = gather_rows(x, None, 1, columns)
-        return self.module.multiply_tokens(x, pairs, active, group_ends)
+    def activate_tokens(
+        self, x: Tensor, pairs: SortedPairs, activation: Activation, columns: Tensor | None
+    ) -> Tensor:
+        """x [T, in] -> the activation of w13's product [N, out / 2], in the order of `columns`."""
+        own, (order, experts, group_ends, active) = self.columns(x), pairs
+        if own is not None:
+            x = gather_rows(x, None, 1, own)
+            return self.module.activate_tokens(x, group_ends, order, active, activation, columns)
+        both = self.multiply(gather_rows(x, order, active, None), group_ends)
+        return activate_rows(both, activation, self.bias, experts, columns)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
@@ -97,9 +111,8 @@ class PromptLayer:
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
-        both = w13.multiply_tokens(given, order, active, group_ends)
-        activation, columns = self.experts.activation, w2.columns(given)
-        hidden = activate_rows(both, activation, w13.bias, experts, columns)
+        pairs = SortedPairs(order, experts, group_ends, active)
+        hidden = w13.activate_tokens(given, pairs, self.experts.activation, w2.columns(given))
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights

@@ -21,10 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
+from ops.products.codes import activate
 from ops.products.prompt_weights import (
+    GateTensors,
     PromptSettings,
     PromptTile,
     load_numbers,
@@ -38,6 +41,7 @@ from ops.products.units import finish
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
 FEW_ROWS = 64
+NO_GATE = GateTensors()
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
@@ -104,18 +108,55 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 
 @jit
-def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
+def _store_tile(y, sums, scale, gate, place, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Store a tile's sums, or the activation of their pairs, which are gate and up.
+
+    scale: of the expert's rows, for int8, fp8 and nvfp4. place: the expert, rows of y [BM, 1],
+    whether each is present, and the first row of the weight.
+    """
     OUT: tl.constexpr = s.out
+    BN: tl.constexpr = s.tile.outputs
     KIND: tl.constexpr = s.kind
+    expert, rows, present, first = place
     sums = tl.trans(sums) if s.packed else sums
     factor = None
     if s.row_scaled:
+        n = _weight_rows(first, gate, s)
         factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
     if KIND != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, KIND, DTYPE)
-    place = y + rows.to(tl.int64) * OUT + n[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
+    if s.activation is None:
+        WIDTH: tl.constexpr = OUT
+        n = first + tl.arange(0, BN)
+    else:
+        WIDTH: tl.constexpr = OUT // 2
+        n = first // 2 + tl.arange(0, BN // 2)
+        gates, ups = tl.split(tl.reshape(sums, [sums.shape[0], BN // 2, 2]))
+        if gate.bias is not None:
+            at = n if gate.columns is None else tl.load(gate.columns + n, mask=n < WIDTH, other=0)
+            own = gate.bias + expert.to(tl.int64) * OUT + at
+            gates += tl.load(own, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+            ups += tl.load(own + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+        kind: tl.constexpr = s.activation.kind
+        sums = activate(gates, ups, kind, s.activation.limit, s.activation.alpha)
+    at = y + rows.to(tl.int64) * WIDTH + n[None, :]
+    tl.store(at, sums.to(y.dtype.element_ty), mask=present & (n < WIDTH)[None, :])
+
+
+@jit
+def _weight_rows(first, gate, s: tl.constexpr):
+    """Return the rows of an expert's weight [BN] whose products a tile computes.
+
+    For an activation they are rows of gate and up in turn, in the order of the result.
+    """
+    BN: tl.constexpr = s.tile.outputs
+    row = first + tl.arange(0, BN)
+    if s.activation is not None:
+        n = row // 2
+        if gate.columns is not None:
+            n = tl.load(gate.columns + n, mask=row < s.out, other=0)
+        row = n + row % 2 * (s.out // 2)
+    return row
 
 
 @jit
@@ -127,14 +168,14 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     GROUP: tl.constexpr = s.group
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
-    x, y, weights, third, pairs = tensors
+    x, y, weights, third, pairs, gate = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
     present = rows < end
     x_rows = rows.to(tl.int64)
     if pairs is not None:
         x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
-    n = block * BN + tl.arange(0, BN)
+    n = _weight_rows(block * BN, gate, s)
     weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
     scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
     sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
@@ -156,21 +197,22 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
     if s.row_scaled:
         scale += expert.to(tl.int64) * OUT
-    _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+    place = (expert, rows, present, block * BN)
+    _store_tile(y, sums, scale, gate, place, s, DTYPE)
 
 
 # Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
 # BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
-def _grouped(x, y, group_ends, weights, third, pairs, s: tl.constexpr):
+def _grouped(x, y, group_ends, weights, third, pairs, gate, s: tl.constexpr):
     BM: tl.constexpr = s.tile.rows
     TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, groups = _find_expert(tile, group_ends, s)
     if expert < s.E and block * s.tile.outputs < s.out:
         first, end = _find_rows(tile, expert, groups, s)
-        tensors = (x, y, weights, third, pairs)
+        tensors = (x, y, weights, third, pairs, gate)
         if TAIL < BM:
             if end - first <= TAIL:
                 _compute_tile(tensors, expert, first, end, block, TAIL, s)
@@ -229,6 +271,8 @@ def grouped_gemm(
     *,
     pairs: Tensor | None = None,
     active: int = 1,
+    activation: Activation | None = None,
+    gate: GateTensors = NO_GATE,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
@@ -238,13 +282,14 @@ def grouped_gemm(
     For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
 
     pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
-    for each expert. tile: replaces `choose_prompt_tile`.
+    for each expert. activation: the result is that of gate and up, the halves of the outputs:
+    [N, out / 2], in the order of gate.columns. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     N = N if pairs is None else len(pairs)
-    y = x.new_empty(N, out)
+    y = x.new_empty(N, out if activation is None else out // 2)
     tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, third, pairs
+    given = x.contiguous(), y, group_ends, tensors, third, pairs, gate
     tiles = [tile]
     if tile is None:
         most = (
@@ -253,7 +298,7 @@ def grouped_gemm(
         tiles = smaller_tiles(choose_prompt_tile(min(N, most), E, bits))
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
             dict(warps=t.warps, stages=t.stages),
         )
         for t in tiles
