@@ -147,7 +147,7 @@ def _store_tile(y, sums, scale, gate, place, s: tl.constexpr, DTYPE: tl.constexp
 def _weight_rows(first, gate, s: tl.constexpr):
     """Return the rows of an expert's weight [BN] whose products a tile computes.
 
-    For an activation they are rows of gate and up in turn, in the order of the result.
+    They are rows of gate and up in turn, in the order of the result, if there is an activation.
     """
     BN: tl.constexpr = s.tile.outputs
     row = first + tl.arange(0, BN)
