@@ -97,8 +97,7 @@ def load_scales(weights, expert, rows, quad, s):
 @jit
 def _load_gguf_scales(weights, rows, quad, s):
     """`load_scales` of GGUF's kinds: scales, then steps and the bits above the codes, if any."""
-    RUN: tl.constexpr = s.run
-    found = (tl.load(weights.scale + rows * (s.each * 4 // RUN) + quad * 4 // RUN),)
+    found = (tl.load(weights.scale + rows * (s.each * 4 // s.run) + quad * 4 // s.run),)
     if weights.step is not None:
         found = found + (tl.load(weights.step + rows * (s.each // 8) + quad // 8),)
     if weights.high is not None:

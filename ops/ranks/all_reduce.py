@@ -73,12 +73,11 @@ def _pack_bf16(low, high):
 def _load_message(x, weights, word, s: tl.constexpr):
     """Load 32-bit words of this rank's message: x, or the sum of weights[n] * x[n]."""
     N: tl.constexpr = s.words
-    TERMS: tl.constexpr = s.terms
-    if TERMS == 0:
+    if s.terms == 0:
         return tl.load(x + word, mask=word < N, other=0)
     else:
         low, high = tl.zeros(word.shape, tl.float32), tl.zeros(word.shape, tl.float32)
-        for term in tl.static_range(TERMS):
+        for term in tl.static_range(s.terms):
             weight, begin = tl.load(weights + term), term * N + word
             if s.bf16 and s.fp32_terms:  # two fp32 of the term make one word of the message
                 bits = tl.load(x + begin * 2, mask=word < N, other=0)
@@ -130,8 +129,7 @@ def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL
     WORDS: tl.constexpr = s.block
     RANK: tl.constexpr = s.rank
     P: tl.constexpr = s.programs
-    ROWS: tl.constexpr = s.rows
-    rank, column, program = tl.arange(0, ROWS)[:, None], tl.arange(0, WORDS), tl.program_id(0)
+    rank, column, program = tl.arange(0, s.rows)[:, None], tl.arange(0, WORDS), tl.program_id(0)
     outbox = tl.load(peers + rank, mask=rank < s.ranks, other=0).to(tl.pointer_type(tl.int64))
     outbox = tl.multiple_of(outbox, (16, 16)) + (RANK * P + program) * WORDS + column[None, :]
     inbox = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
@@ -217,10 +215,9 @@ class Receive:
 # Grid [P]: a program adds BLOCK numbers of the sum.
 @jit
 def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
-    BLOCK: tl.constexpr = s.block
     m: tl.constexpr = s.messages
     ROWS: tl.constexpr = m.rows
-    rank, d = tl.arange(0, ROWS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank, d = tl.arange(0, ROWS)[:, None], tl.program_id(0) * s.block + tl.arange(0, s.block)
     add = tl.load(x + d, mask=d < s.D, other=0.0)
     call = load_call(calls)
     if PDL:
