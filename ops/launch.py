@@ -3,8 +3,7 @@
 A kernel's parameters are tensors, sizes that change from call to call, then `s` and `PDL`. A tensor
 may be None, and several that belong together are a NamedTuple: absent ones cost no pointer, and the
 kernel asks `if bias is not None` at compile time. `s` is the kernel's settings, a frozen dataclass
-as one `tl.constexpr`: `s.heads`. Bind a setting to a constexpr before it is a shape, a range's
-end or a divisor (`H: tl.constexpr = s.heads`), because Triton 3.6 refuses plain integers there.
+as one `tl.constexpr`: `s.heads` is a constant of the compiler (`Constants`).
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent

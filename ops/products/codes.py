@@ -33,7 +33,6 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 
 from ops.launch import jit, tl
 from ops.products.operands import high_half, low_half, split_four
-from ops.products.operands import load_x as load_x
 from ops.products.units import first_byte, half, scale_and_min, second_byte
 from ops.products.words import (
     dot_bytes,

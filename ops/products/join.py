@@ -152,7 +152,7 @@ def _receive_sum(memory, call, d, dtype: tl.constexpr, m: tl.constexpr, s: tl.co
 @jit
 def _load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Load this program's quads of x in the order of a `QuantizedX`."""
-    return load_x(x, tl.program_id(0), l.quads, l.run, l.fields, l.lanes, VOLATILE)
+    return load_x(x, tl.program_id(0), l, VOLATILE)
 
 
 @jit

@@ -18,37 +18,24 @@ from ops.products.words import add_pair
 
 
 @jit
-def load_x(
-    x,
-    chunk,
-    QUADS: tl.constexpr,
-    RUN: tl.constexpr,
-    FIELDS: tl.constexpr,
-    LANES: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
-):
+def load_x(x, chunk, s, VOLATILE: tl.constexpr = False):
     """Load the x of a chunk, unconverted: bf16 as words [LANES, 4], else FIELDS such tensors.
 
-    QUADS: quads of the whole x. VOLATILE: from L2, where another GPU has stored it.
+    VOLATILE: from L2, where another GPU has stored it.
     """
-    quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+    RUN: tl.constexpr = s.run
+    quad = chunk * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = quad * 4 + tl.arange(0, 4)[None, :]
-    inside = quad < QUADS
-    if FIELDS == 2:
+    inside = quad < s.quads
+    if s.fields == 2:
         raw = (tl.load(x + word, mask=inside, other=0),)
     else:
-        at = x + word // RUN * (RUN * FIELDS) + word % RUN
+        at = x + word // RUN * (RUN * s.fields) + word % RUN
         raw = ()
-        for k in tl.static_range(FIELDS):
+        for k in tl.static_range(s.fields):
             part = tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE)
             raw = raw + (part,)
     return raw
-
-
-@jit
-def load_plain(x, chunk, s):
-    """Do what `load_x` does, for settings."""
-    return load_x(x, chunk, s.quads, s.run, s.fields, s.lanes)
 
 
 @jit
@@ -60,7 +47,7 @@ def load_norm(norm, chunk, s):
         even = tl.load(norm + number, mask=quad < s.quads, other=0.0)
         return even, tl.load(norm + number + 1, mask=quad < s.quads, other=0.0)
     else:
-        return load_plain(norm, chunk, s)
+        return load_x(norm, chunk, s)
 
 
 @jit

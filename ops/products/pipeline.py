@@ -23,8 +23,8 @@ from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     lane_squares,
     load_norm,
-    load_plain,
     load_quantized,
+    load_x,
     prepare_quantized,
     prepare_x,
     weighted_operands,
@@ -122,7 +122,7 @@ def load_parts(x, chunk, s):
     else:
         parts = ()
         for token in tl.static_range(s.tokens):
-            parts = parts + (load_plain(x.numbers + token * s.numbers, chunk, s),)
+            parts = parts + (load_x(x.numbers + token * s.numbers, chunk, s),)
         return parts
 
 
