@@ -218,8 +218,8 @@ FAMILIES = {
             chunk_size=64,
             n_routed_experts=12,
             num_experts_per_tok=3,
-            moe_intermediate_size=40,
-            moe_shared_expert_intermediate_size=80,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=96,
             routed_scaling_factor=2.5,
             time_step_min=1e-30,
         )

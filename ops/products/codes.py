@@ -379,8 +379,8 @@ def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.
 
     An activation without a gate ("relu_squared") does not use up.
     """
-    known: tl.constexpr = ("silu", "clamped", "relu_squared")
-    tl.static_assert(ACTIVATION in known, "an unknown activation")
+    gated: tl.constexpr = ACTIVATION == "silu" or ACTIVATION == "clamped"
+    tl.static_assert(gated or ACTIVATION == "relu_squared", "an unknown activation")
     if ACTIVATION == "relu_squared":
         up = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return up * up
