@@ -17,7 +17,7 @@
 
 #include "cpu_products.h"
 
-enum Activation { SILU, CLAMPED, GELU };  // ACTIVATIONS in cpu_experts.py
+enum Activation { SILU, CLAMPED, GELU, RELU_SQUARED };  // ACTIVATIONS in cpu_experts.py
 
 static float activate(int kind, float limit, float alpha, float gate, float up) {
   if (kind == SILU) return gate / (1 + std::exp(-gate)) * up;
@@ -25,6 +25,7 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return .5f * gate * (1 + std::tanh(inner)) * up;
   }
+  if (kind == RELU_SQUARED) return gate > 0 ? gate * gate : 0;  // of up alone
   gate = std::min(gate, limit);
   up = std::min(std::max(up, -limit), limit);
   return gate / (1 + std::exp(-alpha * gate)) * (up + 1);
@@ -193,16 +194,17 @@ static void read_x(Call &call, Pool &pool, int thread) {
 
 static void gate_up(Call &call, Pool &pool, int thread, float *scratch, float *out) {
   const Layer &layer = *call.layer;
-  const int64_t width = layer.w13.out / 2;
+  const int64_t width = layer.w2.in;
+  const bool gated = layer.w13.out > width;
   auto visit = [&](int64_t begin, int64_t end) {
     for (int64_t n = begin, rows; n < end; n += rows) {
       const int64_t u = n / width, row = n % width;
       rows = std::min({(int64_t)ROWS, width - row, end - n});
       const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
       const int *tokens = pool.tokens.data() + first;
-      float *up = out + count * ROWS;
+      float *up = gated ? out + count * ROWS : out;
       dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
-      dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
+      if (gated) dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
       for (int k = 0; k < count; k++)
         for (int r = 0; r < rows; r++)
           pool.h.values[(first + k) * width + row + r] = activate(
@@ -252,9 +254,9 @@ static void work(Call &call, int thread) {
   scratch.resize(MANY * floats);
   out.resize(2 * ROWS * pool.pairs.size());
   const Weight &w13 = call.layer->w13, &w2 = call.layer->w2;
-  const int64_t width = w13.out / 2, shares = shares_of(width * pool.experts.size(), pool.count);
+  const int64_t width = w2.in, shares = shares_of(width * pool.experts.size(), pool.count);
   const int64_t begin = shares * thread, u = begin / width, row = begin % width;
-  for (int64_t half : {row, row + width})  // memory would be idle until the barrier
+  for (int64_t half = row; half < w13.out; half += width)  // memory would be idle until the barrier
     prefetch_rows(w13, pool.experts[u], half, std::min(shares, width - row), EARLY);
   read_x(call, pool, thread);
   pool.wait_for_all(thread);

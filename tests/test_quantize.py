@@ -781,10 +781,12 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     hybrid = family in ("qwen3_next", "qwen3_5_moe")
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
-    of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
-    assert (of_delta_net if hybrid else set()) == of_delta_net & kept
-    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+    recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid")
+    of_recurrence = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
+    assert (of_recurrence if recurrent else set()) == of_recurrence & kept
+    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "nemotron_h")
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4")
+    with_norms = with_norms and family != "nemotron_h"
     assert with_norms == ("layers.0.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
     assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)

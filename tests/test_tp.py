@@ -178,7 +178,7 @@ FAMILIES = {
         routed_scale=1.5,
         mamba_heads=16,
         mamba_head_dim=32,
-        mamba_groups=4,
+        mamba_groups=8,
         mamba_state=32,
     ),
     "phimoe": PhimoeArgs(
