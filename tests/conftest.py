@@ -186,7 +186,7 @@ FAMILIES = {
         transformers.GraniteMoeHybridConfig(
             **COMMON | {"num_hidden_layers": 4},
             intermediate_size=96,
-            shared_intermediate_size=80,
+            shared_intermediate_size=96,
             num_key_value_heads=2,
             num_local_experts=6,
             num_experts_per_tok=2,
