@@ -197,7 +197,7 @@ class ShardedExperts(Experts):
     def __init__(self, experts: Experts, first: int, count: int, combines: bool):
         nn.Module.__init__(self)
         self.w13, self.w2, self.activation = experts.w13, experts.w2, experts.activation
-        self.kind = type(experts)  # of experts, which says what is between the two products
+        self.kind = type(experts)  # of experts, which has what is between the two products
         self.choose_from = experts.n_expert
         self.first, self.n_expert, self.combines = first, count, combines
         if count < experts.n_expert:

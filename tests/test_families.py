@@ -21,6 +21,7 @@ REQUIRED = {
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 16},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 LONGROPE = {
