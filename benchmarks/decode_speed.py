@@ -14,6 +14,7 @@ from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
 from model import ModelArgs
 from models.layers.pending_state import PendingState
+from models.layers.short_conv import ShortConv
 from models.random_weights import (
     RandomWeights,
     free_memory,
@@ -144,7 +145,8 @@ def cache_in_use(session: Session, position: int) -> int:
         if isinstance(state, PendingState):  # the same at every position
             used += state.state.nbytes + state.window.nbytes
             continue
-        window: int | None = block.attention.window
+        convolved = isinstance(block.attention, ShortConv)
+        window: int | None = block.attention.width if convolved else block.attention.window
         visible = min(position, window or position)
         used += state.nbytes * visible // state.kv.shape[-2]
     return used

@@ -328,7 +328,7 @@ def enter_tensors(views: Views, family: Family, args: ModelArgs, values: Values)
     """Enter the file's tensors under their published names; return the prefixes of a head's."""
     table = family.gguf_layer(args)
     norm = made_of("output_norm.weight", values=family.gguf_norm)
-    views.add_table(REST | {"model.norm.weight": norm}, "", "")
+    views.add_table(REST | {"model.norm.weight": norm} | dict(family.gguf_rest), "", "")
     layers = family.published_layers(args)
     for layer in range(layers):
         enter_layer(views, table, f"model.layers.{layer}.", layer, args.n_expert)

@@ -54,7 +54,7 @@ SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
-    *(".wqkvz.weight", ".wzx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
+    *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; wba and wdt are never packed.
 DEQUANTIZED = ".wkv", ".wba.weight", ".wdt.weight"

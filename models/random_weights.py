@@ -43,6 +43,8 @@ def first_layers(args: ModelArgs, count: int) -> ModelArgs:
         for name, value in vars(args).items()
         if name.endswith("_layers")
     }
+    if heads := getattr(args, "layer_heads", ()):
+        layer_lists |= {"layer_heads": heads[:count], "n_head": max(heads[:count])}
     return dataclasses.replace(args, n_layer=count, **layer_lists)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 ACTIVATIONS = "silu", "clamped", "relu_squared"
+OUTPUT_GATES = "sigmoid", "softplus"
+
+UNMEASURED = ("relu_squared",)  # those whose kernels no GPU has run: not chosen by `auto`
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """A gate of attention's output (ops/plain/gate.py): `wqkv` makes it after q, k and v."""
+
+    activation: str  # "sigmoid" or "softplus"
+    per_head: bool = False  # one number a head, else one for each number of the output
+
+    def __post_init__(self):
+        if self.activation not in OUTPUT_GATES:
+            known = ", ".join(OUTPUT_GATES)
+            raise ValueError(f"no kernel for the gate {self.activation!r}: known are {known}")
+
+
+@dataclass(frozen=True)
 class AttentionAdditions:
     """Additions to `model.Attention`."""
 
@@ -63,7 +79,7 @@ class AttentionAdditions:
     norm_values: bool = False  # values are normed, without a weight
     keys_are_values: bool = False  # values are the keys before norm and RoPE
     rope_begin: int = 0  # the layer's first column of `Context.rope`
-    gated: bool = False  # the output is multiplied by the sigmoid of a gate, after q, k and v
+    gate: OutputGate | None = None  # the output is multiplied by an activation of this gate
     projection: str = "wqkv"  # name of the module that makes q, k and v
 
 

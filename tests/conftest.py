@@ -345,6 +345,106 @@ FAMILIES = {
             },
         )
     ),
+    # Short convolutions with biases, one attention layer, a dense first layer, sigmoid routing.
+    "lfm2_moe": lambda: transformers.Lfm2MoeForCausalLM(
+        transformers.Lfm2MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            num_experts=12,
+            num_experts_per_tok=3,
+            num_dense_layers=1,
+            routed_scaling_factor=1.7,
+            conv_bias=True,
+            layer_types=["conv", "full_attention", "conv"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Heads differ by layer, a gate a head, YaRN of half a head in full layers, a dense first layer.
+    "laguna": lambda: transformers.LagunaForCausalLM(
+        transformers.LagunaConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_attention_heads_per_layer=[8, 4, 12],
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            moe_routed_scaling_factor=2.5,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "beta_fast": 8.0,
+                    "attention_factor": 1.1,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+        )
+    ),
+    # Sinks and a window in every second layer, no RoPE in the others, a dense first layer.
+    "flint": lambda: transformers.FlintForCausalLM(
+        transformers.FlintConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=96,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            mlp_only_layers=[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Windows, RoPE by kind of layer.
+    "mellum": lambda: transformers.MellumForCausalLM(
+        transformers.MellumConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )
+    ),
+    # Norms around sublayers, a window but in the last layer, which has no RoPE.
+    "kolibri1": lambda: transformers.Kolibri1ForCausalLM(
+        transformers.Kolibri1Config(
+            **COMMON,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
 }
 
 
@@ -485,6 +585,14 @@ def hub_keys(config: dict) -> dict:
         first, *_ = config.pop("per_layer_config").values()
         heads = {"num_global_key_value_heads": first["num_key_value_heads"]}
         return config | heads | {"global_head_dim": first["head_dim"]}
+    if model_type == "laguna":  # with keys of poolside's own code
+        dense = {"mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True}
+        rope["original_max_position_embeddings"] = 32
+        gates = {"gating": "per-head", "gating_types": ["per_head"] * 3}
+        return config | dense | gates | {"rope_parameters": rope}
+    if model_type == "mellum":
+        counts = {"num_experts": config.pop("num_local_experts")}
+        return config | counts | {"use_sliding_window": True, "max_window_layers": 0}
     del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
@@ -521,7 +629,7 @@ def randomize(peer: "transformers.PreTrainedModel") -> None:
             std = 0.5 if name.endswith("conv1d.weight") else std
             parameter.copy_(mean + torch.randn_like(parameter) * std)
         for name, buffer in peer.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.normal_(0.7, 0.1)

@@ -312,7 +312,7 @@ def test_a_norm_is_refused_where_no_kernel_has_it():
     x, norm = torch.zeros(16, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="norm_tokens"):
         norm = dense.Norm(norm, 1e-5)
-        dense.dense_product(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16), pdl=False)
+        dense.dense_product(x, weight, norm, tiles=FewTiles(16, 2, 1, tokens=16))
 
 
 # Forks --------------------------------------------------------------------------------------------

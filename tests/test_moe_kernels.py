@@ -136,7 +136,7 @@ def test_a_layer_of_three_sequences_is_the_blocks_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2")
+    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe")
 )
 def test_a_layer_of_several_tokens_is_the_blocks_own(family):
     """Three queries, eight of which three are padding, and eight sequences."""
@@ -156,6 +156,7 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("qwen3_next", "int4", 1, 12, (10,)),
         ("nemotron_h", "fp8", 1, 12, (10,)),
         ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
+        ("lfm2_moe", "int4", 1, 64, (60,)),
     ),
 )
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
     families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "nemotron_h"
-    families += ("qwen3_next",)
+    families += "qwen3_next", "lfm2_moe"
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 

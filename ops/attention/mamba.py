@@ -13,7 +13,6 @@ then B and C [G N] each; W its width; T tokens, of which a sequence's first `las
 tokens that may be pending.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
