@@ -21,10 +21,9 @@ KERNELS = "auto", "fused", "inductor"  # --decode_kernels
 def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRunner]:
     """Return what runs a compiled model's calls.
 
-    kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them, and they
-    have been measured. A
-    model may have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An
-    unknown name raises ValueError.
+    kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them, and
+    they have been measured. A model may have a `runner_class` and a `fused_runner_class` of its
+    own (offload/plan.py). An unknown name raises ValueError.
     """
     if kernels not in KERNELS:
         raise ValueError(f"decode_kernels {kernels!r}: it must be one of {', '.join(KERNELS)}")
