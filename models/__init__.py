@@ -6,6 +6,7 @@ from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
+from models.ernie4_5_moe import Ernie4_5Moe
 from models.family import HEAD_SUFFIX, Family
 from models.gemma4 import Gemma4, Gemma4Text
 from models.gguf import Values
@@ -15,6 +16,7 @@ from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.legacy import args_of_version_one
 from models.lfm2_moe import Lfm2Moe
+from models.minimax_m2 import MiniMaxM2
 from models.mixtral import Mixtral
 from models.multi_token import head_family
 from models.olmoe import Olmoe
@@ -43,6 +45,8 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
     "Lfm2MoeForCausalLM": Lfm2Moe(),
+    "MiniMaxM2ForCausalLM": MiniMaxM2(),
+    "Ernie4_5_MoeForCausalLM": Ernie4_5Moe(),
 }
 
 # Published models by name, for benchmark.py.

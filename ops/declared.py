@@ -38,6 +38,7 @@ class Routing:
     norm_topk: bool  # scale the A weights to sum to one
     scale: float = 1.0  # factor of the A weights, after that
     score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+    softmax: bool = False  # scores with a bias are those of softmax instead
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 

@@ -5,11 +5,13 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
 from ops.attention.prompt_heads import KERNEL, prompt_heads
-from ops.declared import Routing, SumAdditions
+from ops.declared import SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.products.fixed_join import fixed_add_norm
@@ -56,8 +58,7 @@ class PromptLayer:
         self.resident = isinstance(experts, Experts)  # else in host memory
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
-        given = layer.experts.routing
-        self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
+        self.routing = replace(layer.experts.routing, shared=0, gated=False)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 

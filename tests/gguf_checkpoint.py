@@ -97,6 +97,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "granitemoe": "granitemoe",
     "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
 
@@ -191,6 +193,8 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         "self_attn.sinks": ("attn_sinks.weight", lambda t: t),
         "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
         "feed_forward.expert_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t[0]),
         "conv.conv.weight": ("shortconv.conv.weight", lambda t: t.squeeze(1)),
         "layer_scalar": ("layer_output_scale.weight", lambda t: t),
         "router.scale": ("ffn_gate_inp.scale", lambda t: t),
@@ -270,10 +274,14 @@ def values(config) -> dict:
     rope = c.rope_parameters.get("full_attention", c.rope_parameters)
     experts = next(
         getattr(c, key)
-        for key in ("num_local_experts", "n_routed_experts", "num_experts")
+        for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
         if hasattr(c, key)
     )
-    active = getattr(c, "top_k_experts", None) or c.num_experts_per_tok
+    active = next(
+        getattr(c, key)
+        for key in ("top_k_experts", "moe_k", "num_experts_per_tok")
+        if getattr(c, key, None)
+    )
     found = {
         "block_count": c.num_hidden_layers,
         "context_length": c.max_position_embeddings,
@@ -317,6 +325,19 @@ def values(config) -> dict:
         found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
     if arch in ("glm4moe", "deepseek2"):
         found |= sigmoid_values(c, arch, rope)
+    if arch == "minimax-m2":
+        found |= {
+            "expert_feed_forward_length": c.intermediate_size,
+            "rope.dimension_count": int(c.head_dim * rope["partial_rotary_factor"]),
+            "expert_gating_func": 2,
+        }
+    if arch == "ernie4_5-moe":
+        found |= {
+            "leading_dense_block_count": c.moe_layer_start_index,
+            "interleave_moe_layer_step": c.moe_layer_interval,
+            "expert_shared_count": c.moe_num_shared_experts,
+            "expert_shared_feed_forward_length": c.moe_intermediate_size,
+        }
     if arch == "lfm2moe":
         kinds = c.layer_types
         found |= {

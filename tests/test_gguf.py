@@ -27,7 +27,7 @@ from runtime.session import Session
 READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-    *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe"),
+    *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe", "minimax_m2", "ernie4_5_moe"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
 SAID = {
@@ -149,6 +149,27 @@ WIDE_CONFIGS = {
         num_experts=4,
         num_dense_layers=1,
         layer_types=["full_attention", "conv"],
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **WIDE | {"num_experts_per_tok": 2},
+        intermediate_size=256,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_local_experts=4,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **WIDE,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_key_value_heads=4,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=2,
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **WIDE | FEW,

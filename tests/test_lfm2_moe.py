@@ -82,7 +82,9 @@ def test_the_ring_holds_a_calls_tokens_and_their_window(model):
     model.setup_cache(1, LONG)
     assert RING_SPARE >= MAX_TENTATIVE
     for state in rings(model):
-        assert isinstance(state, Ring) and state.kv.shape[3] >= RING_SPARE + model.args.conv_width - 1
+        assert (
+            isinstance(state, Ring) and state.kv.shape[3] >= RING_SPARE + model.args.conv_width - 1
+        )
     model.setup_cache(1, 40)  # as many slots as positions
     assert not any(isinstance(state, Ring) for state in rings(model))
 

@@ -191,6 +191,7 @@ SAME = [
 # Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
 SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
 SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+SCALED += ("lfm2_moe", "minimax_m2", "ernie4_5_moe")
 KINDS = {
     "linear": dict(rope_type="linear", factor=2.5),
     "llama3": LLAMA3,
@@ -314,6 +315,7 @@ def test_the_larger_model_says_whether_the_head_is_tied(bases, tmp_path, outer, 
 # positions is not run, and a length beside the rope parameters wins over the one inside.
 UNREAD = {
     "mixtral": ("router_jitter_noise",),
+    "minimax_m2": ("router_jitter_noise",),
     "phimoe": ("factor", "long_factor", "long_mscale", TOP),
 }
 

@@ -781,13 +781,15 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     hybrid = family in ("qwen3_next", "qwen3_5_moe")
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
-    of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
+    of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias")}
     assert (of_delta_net if hybrid else set()) == of_delta_net & kept
-    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe")
+    assert (hybrid or family == "lfm2_moe") == ("layers.0.attention.conv.weight" in kept)
+    corrected = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe", "minimax_m2")
+    sigmoid_routed, biased = family in corrected, family in (*corrected, "ernie4_5_moe")
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4")
     assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
-    assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)
+    assert biased == ("layers.2.ffn.score_bias" in kept)
     latent = family.startswith("deepseek") or family == "glm4_moe_lite"
     assert latent == ("layers.0.attention.wkv" in kept)
     of_gpt_oss = {

@@ -33,6 +33,7 @@ from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, ModelArgs, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
+from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.family import Shard
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
@@ -42,6 +43,7 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.yarn import Yarn
 from models.lfm2_moe import Lfm2MoeArgs
+from models.minimax_m2 import MiniMaxM2Args
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights, number_format
@@ -223,6 +225,26 @@ FAMILIES = {
         conv_channels=256,
         conv_bias=True,
         routed_scale=1.5,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "minimax_m2": MiniMaxM2Args(
+        "minimax_m2",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        qk_norm="full",
+        rotary_dim=16,
+    ),
+    "ernie4_5_moe": Ernie4_5MoeArgs(
+        "ernie4_5_moe",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        tied_embeddings=True,
+        shared_intermediate=512,
         dense_layers=(0,),
         dense_intermediate=512,
     ),
