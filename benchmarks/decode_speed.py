@@ -13,7 +13,7 @@ from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
 from model import ModelArgs
-from models.layers.gated_delta_net import DeltaState
+from models.layers.pending_state import PendingState
 from models.layers.short_conv import ShortConv
 from models.random_weights import (
     RandomWeights,
@@ -142,7 +142,7 @@ def cache_in_use(session: Session, position: int) -> int:
     """Return the bytes of all layers' states that a token at this position reads."""
     used = 0
     for block, state in zip(session.model.layers, session.states, strict=True):
-        if isinstance(state, DeltaState):  # the same at every position
+        if isinstance(state, PendingState):  # the same at every position
             used += state.state.nbytes + state.window.nbytes
             continue
         convolved = isinstance(block.attention, ShortConv)

@@ -31,12 +31,12 @@ class FusedDecodeAttention(Attention):
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
         self.sinks, self.projection = additions.sinks, additions.projection
+        self.gate = gate = additions.gate
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
-        self.gated = additions.gated
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         foreign = any(undeclared(norm, RMSNorm) for norm in norms)
         self.supported = takes_queries(1, self.heads[2]) and not foreign
-        self.settings = AttentionSettings(
+        settings = AttentionSettings(
             *self.heads,
             rotary_dim=self.rotary_dim,
             scale=additions.query_scale * self.heads[2] ** -0.5,
@@ -46,9 +46,11 @@ class FusedDecodeAttention(Attention):
             full_norm=self.qk_norm == "full",
             norm_values=additions.norm_values,
             keys_are_values=additions.keys_are_values,
-            gated=additions.gated,
+            gate=gate.activation if gate else "",
+            head_gate=gate is not None and gate.per_head,
             rope_begin=additions.rope_begin,
-        ).encoded()
+        )
+        self.settings, self.first_gate = settings.encoded(), settings.first_gate
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.wo(self.core(getattr(self, self.projection)(x), context))

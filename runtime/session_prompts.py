@@ -86,8 +86,7 @@ class Prompts(DecodeSteps):
             for size in steps:
                 logits = torch.empty(size, self.seen.shape[1], device=self.device)
                 rows, _ = self.first_rows(size)
-                own = rows.seen, rows.controls, rows.seeds, rows.position, rows.last, rows.token
-                draw_tokens(logits, *own)
+                draw_tokens(logits, rows)
                 if self.outbox:
                     self.outbox.post(rows.token)
 

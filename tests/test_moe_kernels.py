@@ -123,6 +123,11 @@ def test_a_layer_is_the_blocks_own():
     check_layers(("qwen3_moe", "int4"))
 
 
+def test_a_layer_of_experts_without_a_gate_is_the_blocks_own():
+    """And a block of a mixer alone. The shared expert counts as two of the others."""
+    check_layers(("nemotron_h", "int4"))
+
+
 @pytest.mark.slow
 def test_a_layer_of_three_sequences_is_the_blocks_own():
     """One of them is idle."""
@@ -149,6 +154,8 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("deepseek_v2", "hqq4", 1, 12, (-1,)),
         ("granitemoe", "fp8", 1, 64, (60,)),
         ("qwen3_next", "int4", 1, 12, (10,)),
+        ("nemotron_h", "fp8", 1, 12, (10,)),
+        ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
         ("lfm2_moe", "int4", 1, 64, (60,)),
     ),
 )
@@ -189,15 +196,8 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
-    families = (
-        "olmoe",
-        "gpt_oss",
-        "granitemoe",
-        "qwen2_moe",
-        "deepseek_v2",
-        "qwen3_next",
-        "lfm2_moe",
-    )
+    families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "nemotron_h"
+    families += "qwen3_next", "lfm2_moe"
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 

@@ -19,9 +19,17 @@ pytest.importorskip("triton", reason="ops/ needs triton")
 
 from model import Context, KVCache
 from models.layers.short_conv import ShortConv
+from ops.declared import SWIGLU, Activation
+from ops.products.prompt_weights import PromptTile
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
-from tests.prompts_without_gpu import prompt_errors, reorders_rows
+from tests.prompts_without_gpu import (
+    activation_errors,
+    attention_error,
+    prompt_errors,
+    reorders_rows,
+    unpacking_error,
+)
 from tests.token_draw_without_gpu import run as draw
 
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
@@ -116,3 +124,35 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
 @pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
 def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)
+
+
+@pytest.mark.parametrize(
+    ("format", "activation", "tile"),
+    (
+        pytest.param("int4", SWIGLU, PromptTile(64, 32, 128, 4), marks=pytest.mark.slow),
+        pytest.param("int8", SWIGLU, PromptTile(16, 64, 64, 4, near=2), marks=pytest.mark.slow),
+        ("mxfp4", Activation("clamped", 7.0, 1.7), PromptTile(32, 32, 128, 4, tail=16)),
+        ("plain", SWIGLU, PromptTile(32, 64, 64, 4, tail=16)),
+    ),
+)
+def test_the_activation_in_a_prompts_product(format, activation, tile):
+    """Rows of tokens, an expert's last rows, biases, the order of the next product."""
+    assert max(activation_errors(format, activation, tile)) < 1e-3
+
+
+@pytest.mark.parametrize("format", ("int8", "fp8b", "int4", "hqq3", "q4_k", "q6_k", "nvfp4"))
+def test_a_weight_is_unpacked_for_the_library(format):
+    assert unpacking_error(format) < 4e-4  # the rounding to 16 bits
+
+
+@pytest.mark.parametrize(
+    ("Q", "S", "window", "sinks", "C"),
+    (
+        (73, 73, None, True, 64),
+        (40, 300, 16, True, 32),
+        (130, 130, 100, False, 16),
+        (5, 200, None, True, 128),
+    ),
+)
+def test_attention_of_a_chunk_with_a_window_or_sinks(Q, S, window, sinks, C):
+    assert attention_error(Q, S, window, sinks, C) < 1e-3
