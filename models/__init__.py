@@ -4,6 +4,7 @@ import torch
 
 from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
+from models.afmoe import Afmoe
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.ernie4_5_moe import Ernie4_5Moe
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "FlintForCausalLM": Flint(),
     "MellumForCausalLM": Mellum(),
     "Kolibri1ForCausalLM": Kolibri1(),
+    "AfmoeForCausalLM": Afmoe(),
 }
 
 # Published models by name, for benchmark.py.

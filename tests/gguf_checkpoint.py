@@ -69,6 +69,10 @@ ATTENTION = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm",
+    "self_attn.gate_proj": "attn_gate",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.router.gate": "ffn_gate_inp",
     # LFM2
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
@@ -98,9 +102,10 @@ ARCHITECTURES = {
     "granitemoe": "granitemoe",
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
+    "afmoe": "afmoe",
     "ernie4_5_moe": "ernie4_5-moe",
 }
-POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
+POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4", "afmoe"
 
 
 def permute(t: Tensor, heads: int) -> Tensor:
@@ -193,6 +198,7 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         "self_attn.sinks": ("attn_sinks.weight", lambda t: t),
         "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
         "feed_forward.expert_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.expert_bias": ("exp_probs_b.bias", lambda t: t),
         "mlp.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
         "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t[0]),
         "conv.conv.weight": ("shortconv.conv.weight", lambda t: t.squeeze(1)),
@@ -306,7 +312,15 @@ def values(config) -> dict:
             "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
             "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
         }
-    if arch in ("llama", "gpt-oss"):
+    if arch == "afmoe":
+        found |= {
+            "leading_dense_block_count": c.num_dense_layers,
+            "expert_shared_count": c.num_shared_experts,
+            "expert_weights_scale": float(c.route_scale),
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        }
+    if arch in ("llama", "gpt-oss", "afmoe"):
         found["attention.sliding_window"] = c.sliding_window
     if arch == "gpt-oss":
         found["expert_feed_forward_length"] = c.intermediate_size

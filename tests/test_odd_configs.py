@@ -191,7 +191,7 @@ SAME = [
 # Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
 SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
 SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
-SCALED += ("lfm2_moe", "minimax_m2", "ernie4_5_moe")
+SCALED += ("lfm2_moe", "minimax_m2", "ernie4_5_moe", "afmoe")
 KINDS = {
     "linear": dict(rope_type="linear", factor=2.5),
     "llama3": LLAMA3,

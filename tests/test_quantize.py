@@ -786,7 +786,7 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias")}
     assert (of_delta_net if hybrid else set()) == of_delta_net & kept
     assert (hybrid or family == "lfm2_moe") == ("layers.0.attention.conv.weight" in kept)
-    corrected = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe", "minimax_m2")
+    corrected = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe", "minimax_m2", "afmoe")
     sigmoid_routed = family in (*corrected, *WINDOWED[1:])
     biased = sigmoid_routed or family == "ernie4_5_moe"
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)

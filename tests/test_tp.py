@@ -32,6 +32,7 @@ from formats.regroup import Regrouping
 from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, ModelArgs, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
+from models.afmoe import AfmoeArgs
 from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.family import Shard
@@ -250,6 +251,16 @@ FAMILIES = {
         n_active=3,
         tied_embeddings=True,
         shared_intermediate=512,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "afmoe": AfmoeArgs(
+        "afmoe",
+        **WINDOWED,
+        n_kv_head=4,
+        shared_intermediate=256,
+        routed_scale=1.5,
+        mup=True,
         dense_layers=(0,),
         dense_intermediate=512,
     ),
