@@ -113,8 +113,8 @@ class Afmoe(WindowedFamily):
         return fields | {"shared_intermediate": shared}
 
     def window_fields(self, c: HFConfig) -> dict:
+        every = c.integer("global_attn_every_n_layers")
         if c["layer_types"] is None:
-            every = c.integer("global_attn_every_n_layers")
             layers = range(c.integer("num_hidden_layers"))
             c["layer_types"] = [KINDS[(layer + 1) % every == 0] for layer in layers]
         return super().window_fields(c)
