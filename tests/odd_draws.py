@@ -1,6 +1,6 @@
 """Random changes of a small config.json: sizes, counts, orders of layers, factors, ties, nulls.
 
-What is drawn goes by the names of keys, so that a family joins by its model in conftest.
+The names of keys say how they are drawn, so that a family joins by its model in conftest.
 """
 
 import copy

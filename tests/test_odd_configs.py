@@ -319,6 +319,13 @@ def test_the_larger_model_says_whether_the_head_is_tied(bases, tmp_path, outer, 
 UNREAD = {
     "mixtral": ("router_jitter_noise",),
     "minimax_m2": ("router_jitter_noise",),
+    "granitemoehybrid": ("mamba_chunk_size", "position_embedding_type", "time_step_limit"),
+    "nemotron_h": (
+        *("expand", "chunk_size", "hidden_dropout", "mamba_ssm_cache_dtype", "use_mamba_kernels"),
+        *("time_step_min", "time_step_max", "time_step_floor", "time_step_limit"),
+        *("rescale_prenorm_residual", "residual_in_fp32", "moe_shared_expert_overlap"),
+        "mtp_layers_block_type",
+    ),
     "phimoe": ("factor", "long_factor", "long_mscale", TOP),
 }
 
@@ -387,7 +394,7 @@ def named(found: str, config: dict) -> bool:
 def draw_config(base: dict, name: str, seed: int) -> dict:
     """Return a drawn config of a family. A third of them have one odd value."""
     rng, family = random.Random(f"{name} {seed}"), FAMILIES[base["architectures"][0]]
-    single = {*ONLY, *family.only} - {*family.defaults, *family.renamed_keys}  # of one value
+    single = {*ONLY, *family.only} - {*family.defaults, *family.renamed_keys}
     config = draw(base, rng, name in SCALED, kept=single)
     if rng.random() < 1 / 3:
         keys = sorted(config.keys() - OTHERS - {*UNREAD.get(name, ())})
