@@ -45,7 +45,7 @@ from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
 ROUTINGS = "random", "reuse", "text"
-WARM_UP = 100  # steps before those that are timed: the caches fill, useless guesses end
+WARM_UP = 100  # steps before those that are timed: the caches fill, useless prefetches end
 REPLAYED = 1500  # tokens of scores that are replayed
 REPLAY_SHIFT = 61  # tokens by which layers that replay the same scores are apart
 # Scores of "reuse": a random walk of each expert's score, which forgets itself by this factor a
@@ -97,8 +97,8 @@ class ReplayedRouting:
         random = torch.Generator().manual_seed(0)
         others = torch.randint(scores.shape[-1], indices.shape, generator=random)
         known = torch.rand(indices.shape, generator=random) < PREDICTED
-        guesses = torch.where(known, indices, others)
-        tables = indices, best.float().softmax(-1), guesses
+        predicted = torch.where(known, indices, others)
+        tables = indices, best.float().softmax(-1), predicted
         self.tables = [table.transpose(0, 1).contiguous().to(device) for table in tables]
         self.together, self.step = together, 0
         self.now = [table[:, :together].clone() for table in self.tables]  # [layers, together, A]

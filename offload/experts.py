@@ -234,9 +234,9 @@ class OffloadedExperts(nn.Module):
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""
-        _, hits, misses, on_cpu, guessed, _ = self.cache.counters.tolist()
-        copied = (misses - on_cpu + guessed) * self.storage.blobs.shape[1]
-        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, guessed, copied), strict=True))
+        _, hits, misses, on_cpu, prefetched, _ = self.cache.counters.tolist()
+        copied = (misses - on_cpu + prefetched) * self.storage.blobs.shape[1]
+        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, prefetched, copied), strict=True))
 
 
 def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:

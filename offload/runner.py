@@ -75,7 +75,7 @@ class FusedOffloadRunner(FusedRunner):
             return self.waves.run(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is not None and self.is_fused and not self.runs_layer(layer, x, context):
-            getattr(layer.experts, "await_guess", lambda copied: None)(copied=True)
+            getattr(layer.experts, "await_prefetch", lambda copied: None)(copied=True)
         return super().block(block, x, normed, context, next_norm)
 
 
@@ -141,8 +141,8 @@ class FusedOffloadedExperts(FusedExperts):
             self.routing = replace(self.routing, shared=0)
         self.beside = Beside(self.offloaded.storage.device)
         self.next: FusedOffloadedExperts | None = None  # of the next layer
-        # What waits for a guess's slot and for its copy, and a tensor that they read.
-        self.guessing: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
+        # What waits for a prefetched expert's slot and for its copy, and a tensor that they read.
+        self.prefetching: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
 
     def experts_of(self, ffn: MoE) -> nn.Module:
         return self.offloaded.experts
@@ -164,7 +164,7 @@ class FusedOffloadedExperts(FusedExperts):
         """Return the experts that are probably chosen, int64 [T, A], the likeliest first."""
         return route(scores, self.routing)[0]
 
-    def guess(self, h: Tensor) -> None:
+    def prefetch(self, h: Tensor) -> None:
         """Prefetch one expert beside what is launched next.
 
         h [T, D]: the input of the experts of the layer before, which this layer's router predicts
@@ -173,23 +173,23 @@ class FusedOffloadedExperts(FusedExperts):
         layer = self.offloaded
         placed: list[Tensor] = []
 
-        def place_guess() -> None:
+        def place_predicted() -> None:
             bias = self.router.bias
             scores = F.linear(h, self.rows.to(h.dtype), bias if bias is None else bias.to(h.dtype))
             chosen = self.predict(scores.float()).flatten()
             placed.extend(
-                place(chosen, layer.cache.table(False), layer.storage.slots, guesses=True)
+                place(chosen, layer.cache.table(False), layer.storage.slots, predicted=True)
             )
 
-        wait = self.beside.run(place_guess)
-        self.guessing = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
+        wait = self.beside.run(place_predicted)
+        self.prefetching = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
 
-    def await_guess(self, copied: bool = False) -> None:
-        """Let launches wait for the guess's slot, and its copy: the next `fetch` waits for that."""
-        if self.guessing is not None:
-            placed, complete, _ = self.guessing
+    def await_prefetch(self, copied: bool = False) -> None:
+        """Let launches wait for the slot, or for the copy, which the next `fetch` waits for."""
+        if self.prefetching is not None:
+            placed, complete, _ = self.prefetching
             (complete if copied else placed)()
-            self.guessing = None
+            self.prefetching = None
 
     def forward(
         self, x: Tensor, attended: Tensor, last: Tensor | None
@@ -202,12 +202,12 @@ class FusedOffloadedExperts(FusedExperts):
         layer = self.offloaded
         box = layer.mailbox(len(plain))
         table = layer.cache.table(box is not None)
-        self.await_guess()
+        self.await_prefetch()
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
         copy = partial(layer.fill_slots, found.to_copy, found.targets.flatten())
         wait = self.beside.run(copy)
         if self.next is not None and layer.prefetches:
-            self.next.guess(plain)
+            self.next.prefetch(plain)
         if self.apart:
             x = self.add_shared(x, plain, scores)
         wait()

@@ -138,7 +138,8 @@ def spills() -> dict[str, int]:
 
     def launch() -> None:
         table = cache.table(True)
-        expert_paging.place_by_kernel(ids[0], table, 64)
+        for predicted in (False, True):
+            expert_paging.place_by_kernel(ids[0], table, 64, predicted)
         with mock.patch.object(cpu_share, "can_launch", lambda x: True):
             cpu_share.ask(x, ids, ids, weights, box, 64, 256)
             cpu_share.answer(x.float(), box, torch.bfloat16, x)

@@ -551,7 +551,7 @@ def test_a_prediction_prefetches_while_half_of_them_are_right(every):
     for call in range(calls):
         cached = [*cache.cached()]
         likeliest = [next(n for n in range(6) if n not in cached), cached[-1]]
-        to_copy, slots = place(torch.tensor(likeliest), cache.table(True), 3, guesses=True)
+        to_copy, slots = place(torch.tensor(likeliest), cache.table(True), 3, predicted=True)
         fetches = call < TRIED or every == 2
         assert to_copy.tolist() == ([likeliest[0], -1] if fetches else [-1, -1])
         assert (slots[0] < 3) == fetches and slots[1] < 3
