@@ -272,8 +272,11 @@ static void dot_packed(const Chunk &c, const Inputs &x, const int *which, float 
       pass.codes[r] = codes + n * row_bytes, pass.high[r] = high + n * w.row_bytes[HIGH];
     }
     read(w, c.e, c.row + done, present, R, x, which, T, scratch, pass.sum);
-    add_all_blocks<CODES, T, R>(pass, x, 0, whole, next);
-    if (rest) {  // x is 0 after the row's end
+    // x is 0 after the row's end: its last block may go on in the next row, if there is one.
+    const int64_t after = (w.out - c.row - done - present) * (int64_t)row_bytes;
+    const int direct = whole + (rest && after >= SIZE);
+    add_all_blocks<CODES, T, R>(pass, x, 0, direct, next);
+    if (rest && direct == whole) {
       uint8_t last[R][SIZE] = {}, last_high[R][SIZE] = {};
       for (int r = 0; r < R; r++) {
         std::memcpy(last[r], pass.codes[r] + whole * SIZE, rest);
