@@ -285,6 +285,8 @@ class Measurement:
         """Yield the figures of each routing, and the times of loading and compiling."""
         start = time.perf_counter()
         model = self.load(compute)
+        for layer in offloaded_layers(model):
+            layer.prefetches = self.options.prefetch
         loaded = time.perf_counter() - start
         for name, routing in self.routings.items():
             figures = {"compute": compute, "routing": name}
@@ -359,6 +361,7 @@ def build_parser() -> Parser:
     chosen = f"which experts are chosen: {', '.join(ROUTINGS)} (random)"
     add("--routing", nargs="+", default=["random"], choices=ROUTINGS, metavar="HOW", help=chosen)
     add("--decode_kernels", default="auto", choices=KERNELS)
+    parser.add_flag("--prefetch", "prefetch one expert a layer, as the next router predicts")
     add("--check", action="store_true", help="compare logits with those of resident experts")
     rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
     add("--rows", nargs="+", default=["gpu", "auto"], choices=COMPUTE, metavar="ROW", help=rows)

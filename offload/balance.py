@@ -75,19 +75,6 @@ class Prediction:
     active: int
     resident: float  # seconds of a step whose experts are all in slots
 
-    @property
-    def idle(self) -> float:
-        """Seconds in which a layer needs no link."""
-        return self.resident / self.layers
-
-    def prefetches(self) -> bool:
-        """Whether a half of an expert's copy is done while the link would be idle.
-
-        Then one prefetched expert a layer gains 1.1 to 1.2 times the speed with the embedded
-        model's routing; with a tenth of it speed is lost (docs/log/offloading.md).
-        """
-        return self.copies[-1] > 0 and self.balance.link.each <= 2 * self.idle
-
     def tokens_per_second(self, hit_ratio: float) -> float:
         """Return the expected speed, if each chosen expert is cached with this probability."""
         misses = 0.0
@@ -120,7 +107,8 @@ def measure_balance(
 
     like: x [..., D] on the GPU. products: of each layer; none: the CPU has no share.
     """
-    counts = 1, max(2, min(most, layers[0].storage.slots))
+    most = max(2, min(most, layers[0].storage.slots))
+    counts = max(1, most // 4), most  # a launch takes about as long as copying one small expert
     both = [measure_both(layers, products, like, count) for count in counts]
     link, cpu = (line_through(times, counts) for times in zip(*both, strict=True))
     nbytes = layers[0].storage.blobs.shape[1]
@@ -139,11 +127,13 @@ def measure_both(
     copies = max(4, int(MEASURED_SECONDS * 50e9 / nbytes))
     ids = [list(layer.cache.cached().items())[:count] for layer in layers]
     pairs = [torch.tensor(some, device=like.device).t().contiguous() for some in ids]
-    copy = copying(layers, pairs, copies)
+    layers[0].fill_slots(*pairs[0])  # compiles
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    copy()
+    for n in range(copies):
+        # Into the slots that have these experts already.
+        layers[n % len(layers)].fill_slots(*pairs[n % len(layers)])
     end.record()
     times: list[float] = []
     while calls and (len(times) < 3 or not end.query()):
@@ -153,28 +143,6 @@ def measure_both(
     torch.cuda.synchronize()
     usual = sorted(times)[: max(1, len(times) * 9 // 10)]  # other processes delay some
     return begin.elapsed_time(end) * 1e-3 / copies, fmean(usual) if usual else inf
-
-
-def copying(
-    layers: Sequence[OffloadedExperts], pairs: Sequence[Tensor], copies: int
-) -> Callable[[], None]:
-    """Return what copies experts into the slots that have them already, layer by layer.
-
-    pairs: experts and slots of each layer. Launches take longer than copies of a small expert, so
-    they are captured.
-    """
-
-    def copy() -> None:
-        for n in range(copies):
-            layers[n % len(layers)].fill_slots(*pairs[n % len(layers)])
-
-    layers[0].fill_slots(*pairs[0])  # compiles
-    if not all(layer.is_capturable for layer in layers):
-        return copy
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy()
-    return graph.replay
 
 
 def multiplications(

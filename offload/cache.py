@@ -58,10 +58,14 @@ class DeviceExpertCache(nn.Module):
         self.register_buffer("copies", all_copied, persistent=False)  # if a call asks the CPU
         self.slots = slots
 
-    def table(self, asks: bool) -> Table:
-        """Return the table for a call that asks the CPU for its share, or copies all misses."""
+    def table(self, asks: bool, prefetches: bool = False) -> Table:
+        """Return the table for a call that asks the CPU for its share, or copies all misses.
+
+        prefetches: an expert may have been prefetched for it.
+        """
         copies = self.copies if asks else self.all_copied
-        return Table(self.slot, self.last_use, self.counters, copies, self.prefetched)
+        prefetched = self.prefetched if prefetches else None
+        return Table(self.slot, self.last_use, self.counters, copies, prefetched)
 
     def cached(self) -> dict[int, int]:
         """Return the slot of each cached expert, least recently used first."""

@@ -38,11 +38,6 @@ constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a t
 constexpr int SHARES = 75;      // percent of the rows that are shared out in advance
 constexpr int UP_PIECE = 8;     // rows that a thread takes at once of the others, in phase 1
 constexpr int DOWN_PIECE = 16;  // in phase 2
-#ifndef AHEAD_KB
-#define AHEAD_KB 32
-#endif
-constexpr int AHEAD = AHEAD_KB * 1024;  // bytes of phase 2 that a thread prefetches while it waits
-constexpr int BETWEEN = 512;    // bytes of these between two looks at the flag
 
 struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
   std::atomic<uint32_t> value{0};
@@ -97,11 +92,8 @@ struct alignas(LINE) Pool {
     }
   }
 
-  // Wait until a flag has this value; `use_time` does a bit of work -> whether it has more.
-  template <class Work>
-  static void wait_for(const Flag &flag, uint32_t value, Work use_time) {
+  static void wait_for(const Flag &flag, uint32_t value) {
     for (int n = 1; flag.value.load(std::memory_order_acquire) != value; n++) {
-      if (use_time()) continue;
       _mm_pause();
       if (n % 256 == 0) sched_yield();  // there may be more threads than cores
     }
@@ -114,17 +106,15 @@ struct alignas(LINE) Pool {
   }
 
   // Wait until all threads have arrived.
-  template <class Work>
-  void gather(uint32_t number, Work use_time) {
-    for (int k = 1; k < count; k++) wait_for(arrived[k], number, use_time);
+  void gather(uint32_t number) {
+    for (int k = 1; k < count; k++) wait_for(arrived[k], number);
   }
 
   // A barrier: thread 0 waits for the others, then all go on.
-  template <class Work>
-  void wait_for_all(int thread, Work use_time) {
+  void wait_for_all(int thread) {
     const uint32_t number = arrive(thread);
-    if (thread) return wait_for(passed, number, use_time);
-    gather(number, use_time);
+    if (thread) return wait_for(passed, number);
+    gather(number);
     passed.value.store(number, std::memory_order_release);
   }
 
@@ -134,7 +124,7 @@ struct alignas(LINE) Pool {
     started.value++;
     if (asleep.value.load()) started.value.notify_all();
     work(given, 0);
-    gather(arrive(0), [] { return false; });
+    gather(arrive(0));
   }
 };
 
@@ -246,29 +236,6 @@ static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
   }
 }
 
-// Prefetches the first codes and scales of a thread's rows, a bit at each call.
-struct ReadAhead {
-  const Weight &w;
-  const std::vector<int> &experts;
-  const Rows &rows;
-  size_t u = 0;
-  int64_t at = 0, left = AHEAD;
-
-  ReadAhead(const Weight &w, const std::vector<int> &experts, const Rows &rows)
-      : w(w), experts(experts), rows(rows) {}
-
-  bool operator()() {
-    const int64_t size = (rows.end - rows.begin) * w.row_bytes[CODES];
-    if (u == experts.size() || left <= 0 || !size) return false;
-    if (!at) prefetch_scales({&w, experts[u], rows.begin, int(rows.end - rows.begin)});
-    const int64_t some = std::min<int64_t>(BETWEEN, size - at);
-    prefetch(w.at(CODES, experts[u], rows.begin) + at, some);
-    left -= some, at += some;
-    if (at == size) at = 0, u++;
-    return true;
-  }
-};
-
 static void down(Call &call, Pool &pool, int thread, Local &own) {
   const Weight &w = call.layer->w2;
   const int experts = pool.experts.size();
@@ -279,8 +246,8 @@ static void down(Call &call, Pool &pool, int thread, Local &own) {
     return std::pair(all.visit, Chunk{&w, pool.experts[all.visit], row, rows});
   };
   auto [u, chunk] = take();
-  prefetch_all(chunk);
-  pool.wait_for_all(thread, ReadAhead(w, pool.experts, all));  // or memory would be idle
+  prefetch_all(chunk);  // memory would be idle until the barrier
+  pool.wait_for_all(thread);
   while (chunk.rows) {
     const auto [next_u, next] = take();
     const int first = pool.first[u], count = pool.first[u + 1] - first;

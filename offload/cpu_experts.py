@@ -212,15 +212,6 @@ def usable_cores() -> int:
     return cores if found[0] == "max" else max(1, min(cores, int(found[0]) // int(found[1])))
 
 
-def default_threads() -> int:
-    """Return the process's cores less two, of three or less: less one.
-
-    Threads wait for each other. If Python's main thread had no core, it would stop one of them.
-    """
-    cores = usable_cores()
-    return max(1, cores - 2 if cores > 3 else cores - 1)
-
-
 class CPUThreads:
     """Threads that multiply experts. They stay alive between layers, which share one instance.
 
@@ -228,8 +219,8 @@ class CPUThreads:
     """
 
     def __init__(self, count: int | None = None, march: str = "native"):
-        """count: None: `default_threads`. march: as of `load_library`."""
-        self.count = default_threads() if count is None else count
+        """count: None: the process's cores less one. march: as of `load_library`."""
+        self.count = max(1, usable_cores() - 1) if count is None else count
         if self.count < 1:
             raise ValueError(f"{count} threads: there must be at least one")
         self.library = load_library(march)

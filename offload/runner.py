@@ -123,8 +123,8 @@ class FusedOffloadedExperts(FusedExperts):
         norm_router    norm, scores
         route          the choice
         place, ask     hits and misses; the CPU's share is requested
-        fetch          the other misses are copied; beside it on the GPU:
-        gate_up, down  a shared expert
+        fetch          the other misses are copied
+        gate_up, down  a shared expert; beside copies if layers prefetch
         gate_up, down  products of the experts in slots
         answer         plus the CPU's sum, plus residual
 
@@ -164,22 +164,30 @@ class FusedOffloadedExperts(FusedExperts):
         """Return the experts that are probably chosen, int64 [T, A], the likeliest first."""
         return route(scores, self.routing)[0]
 
+    def copies(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Launch copies, beside what is launched next if layers prefetch -> what waits for them."""
+        if any(each.offloaded.prefetches for each in (self, self.next) if each is not None):
+            return self.beside.run(launch)
+        launch()
+        return lambda: None
+
     def prefetch(self, h: Tensor) -> None:
-        """Prefetch one expert beside what is launched next.
+        """Prefetch one expert beside what is launched next, if this layer does.
 
         h [T, D]: the input of the experts of the layer before, which this layer's router predicts
         from.
         """
         layer = self.offloaded
+        if not layer.prefetches:
+            return
         placed: list[Tensor] = []
 
         def place_predicted() -> None:
             bias = self.router.bias
             scores = F.linear(h, self.rows.to(h.dtype), bias if bias is None else bias.to(h.dtype))
             chosen = self.predict(scores.float()).flatten()
-            placed.extend(
-                place(chosen, layer.cache.table(False), layer.storage.slots, predicted=True)
-            )
+            table = layer.cache.table(False, prefetches=True)
+            placed.extend(place(chosen, table, layer.storage.slots, predicted=True))
 
         wait = self.beside.run(place_predicted)
         self.prefetching = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
@@ -201,12 +209,11 @@ class FusedOffloadedExperts(FusedExperts):
         indices, weights = self.choose(scores)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
-        table = layer.cache.table(box is not None)
+        table = layer.cache.table(box is not None, layer.prefetches)
         self.await_prefetch()
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
-        copy = partial(layer.fill_slots, found.to_copy, found.targets.flatten())
-        wait = self.beside.run(copy)
-        if self.next is not None and layer.prefetches:
+        wait = self.copies(partial(layer.fill_slots, found.to_copy, found.targets.flatten()))
+        if self.next is not None:
             self.next.prefetch(plain)
         if self.apart:
             x = self.add_shared(x, plain, scores)

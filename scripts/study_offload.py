@@ -5,8 +5,9 @@
 
 The model reads a text once while its routing is recorded. Then expert caches replay the
 record, one token per step as in decoding: `offload.cache.ExpertCache` (lru), a cache that
-keeps the most used experts, lru with an expert a layer prefetched, and Belady's policy, which
-knows the future and is the upper bound without prefetching. These are figures 1 and 2 of Eliseev & Mazur 2023 for any converted checkpoint.
+keeps the most used experts, lru with one expert a layer prefetched, and Belady's policy,
+which knows the future: the upper bound without prefetching. These are figures 1 and 2 of
+Eliseev & Mazur 2023 for any converted checkpoint.
 Default: the embedded model and its held-out text. --output_dir also draws the figures,
 --profile writes how often each expert was chosen.
 """

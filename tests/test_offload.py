@@ -551,11 +551,11 @@ def test_a_prediction_prefetches_while_half_of_them_are_right(every):
     for call in range(calls):
         cached = [*cache.cached()]
         likeliest = [next(n for n in range(6) if n not in cached), cached[-1]]
-        to_copy, slots = place(torch.tensor(likeliest), cache.table(True), 3, predicted=True)
+        to_copy, slots = place(torch.tensor(likeliest), cache.table(True, True), 3, predicted=True)
         fetches = call < TRIED or every == 2
         assert to_copy.tolist() == ([likeliest[0], -1] if fetches else [-1, -1])
         assert (slots[0] < 3) == fetches and slots[1] < 3
-        place(torch.tensor([likeliest[fetches and call % every > 0]]), cache.table(False), 3)
+        place(torch.tensor([likeliest[fetches and call % every > 0]]), cache.table(False, True), 3)
     hits, misses, left, prefetched, right = cache.counters.tolist()[1:]
     assert (hits + misses, left) == (calls, 0) and misses == calls - prefetched
     made = calls if every == 2 else TRIED

@@ -45,7 +45,7 @@ class Table(NamedTuple):
     last_use: Tensor
     counters: Tensor
     copies: Tensor
-    prefetched: Tensor
+    prefetched: Tensor | None = None  # None: nothing is prefetched for this layer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Place:
     E: int
     pairs: int  # P
     copies: int  # N
-    predicted: bool = False  # the chosen experts are a prediction
+    predicted: bool  # the chosen experts are a prediction
+    tried: int  # TRIED
 
     @property
     def experts_tile(self) -> int:
@@ -93,9 +94,10 @@ def place_plainly(
     if predicted:
         counts = len(ids), 0, 0, 0, count, 0
     else:
-        right = int(table.prefetched) in needed
+        right = table.prefetched is not None and int(table.prefetched) in needed
         counts = len(ids), len(hits), len(misses), len(misses) - count, 0, right
-    table.prefetched.fill_(misses[0] if predicted and count else -1)
+    if table.prefetched is not None:
+        table.prefetched.fill_(misses[0] if predicted and count else -1)
     table.slot.copy_(torch.tensor(slot))
     table.last_use.copy_(torch.tensor(last_use))
     table.counters.add_(torch.tensor(counts).to(table.counters.device))
@@ -129,9 +131,10 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     use_rank = tl.sum((is_first[None, :] & precedes).to(tl.int64), 1)
     miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
     misses = tl.sum(miss.to(tl.int32), 0)
-    count, made, right = misses.to(tl.int64), tl.load(counters + 4), tl.load(counters + 5)
+    count = misses.to(tl.int64)
     if s.predicted:
-        count = tl.where((made < 64) | (2 * right >= made), tl.minimum(count, 1), 0)
+        made, right = tl.load(counters + 4), tl.load(counters + 5)
+        count = tl.where((made < s.tried) | (2 * right >= made), tl.minimum(count, 1), 0)
     elif misses < s.copies:
         count = tl.load(table.copies + misses)
     copied = miss & (miss_rank < count)
@@ -154,16 +157,17 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
     tl.store(counters, clock + P)
     if s.predicted:
-        tl.store(counters + 4, made + count)
+        tl.store(counters + 4, tl.load(counters + 4) + count)
         tl.store(table.prefetched, tl.max(tl.where(copied, ids, -1), 0))
     else:
         hits = tl.sum((is_first & cached).to(tl.int64), 0)
         tl.store(counters + 1, tl.load(counters + 1) + hits)
         tl.store(counters + 2, tl.load(counters + 2) + misses)
         tl.store(counters + 3, tl.load(counters + 3) + misses - count)
-        was_right = tl.max((valid & (ids == tl.load(table.prefetched))).to(tl.int64), 0)
-        tl.store(counters + 5, right + was_right)
-        tl.store(table.prefetched, -1)
+        if table.prefetched is not None:
+            right = tl.max((valid & (ids == tl.load(table.prefetched))).to(tl.int64), 0)
+            tl.store(counters + 5, tl.load(counters + 5) + right)
+            tl.store(table.prefetched, -1)
     # An expert that is chosen again has the slot of the first time.
     first = tl.sum(tl.where(same & is_first[None, :], target[None, :], 0), 1)
     tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < P)
@@ -175,7 +179,7 @@ def place_by_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`place` on a GPU, in one kernel."""
     to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies), predicted)
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies), predicted, TRIED)
     launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
     return to_copy, targets
 
