@@ -35,7 +35,7 @@ GATED = "token, gated"  # the same with w13, and the activation of gate and up
 ROWS = "rows"  # many rows, sorted by expert: a grouped GEMM
 # Rows from which one weight is unpacked for the library's product, if it has at most MAX_UNPACKED
 # bytes then.
-UNPACKED_FROM = 512
+UNPACKED_FROM = 128
 MAX_UNPACKED = 128 << 20
 
 

@@ -7,9 +7,19 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
+from model import (
+    AddNorm,
+    Block,
+    Context,
+    Experts,
+    Linear,
+    RMSNorm,
+    Transformer,
+    group_by_expert,
+)
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
@@ -17,8 +27,9 @@ from ops.declared import Activation, Routing, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.products.fixed_join import fixed_add_norm
-from ops.products.prompt import grouped_mm
+from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
+from ops.products.prompt_weights import GateTensors
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
@@ -58,6 +69,11 @@ class ExpertRows:
         if own is not None:
             x = gather_rows(x, None, 1, own)
             return self.module.activate_tokens(x, group_ends, order, active, activation, columns)
+        if not self.packed and prefers_kernel(x, len(order), len(group_ends)):
+            weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
+            rows = dict(pairs=order, active=active, activation=activation)
+            gate = GateTensors(self.bias, columns)
+            return grouped_gemm(x, group_ends, *weight, gate=gate, **rows)
         both = self.multiply(gather_rows(x, order, active, None), group_ends)
         return activate_rows(both, activation, self.bias, experts, columns)
 
@@ -66,6 +82,13 @@ class ExpertRows:
         if self.packed:
             return self.module.multiply_ordered(x, group_ends)
         return grouped_mm(x, self.module.weight, group_ends)
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a linear layer. cuBLAS adds the bias of a plain one."""
+    if type(module) is Linear:
+        return F.linear(x, module.weight, module.bias)
+    return module(x)
 
 
 class PromptLayer:
@@ -90,7 +113,7 @@ class PromptLayer:
         attention = self.attention
         if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
             return self.block.attention(normed, context)
-        projected = getattr(attention, attention.projection)(normed)[0]
+        projected = project(getattr(attention, attention.projection), normed)[0]
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
@@ -99,14 +122,14 @@ class PromptLayer:
         heads = attend_prompt(*given) if kernel else attend_chunk(*given)
         if attention.gated:
             heads = heads * projected[:, -heads.shape[1] :].sigmoid()
-        return attention.wo(heads.unsqueeze(0))
+        return project(attention.wo, heads.unsqueeze(0))
 
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
         ffn, active = self.block.ffn, self.routing.active
         if not self.resident:
             return ffn(x)
-        indices, weights = route(ffn.router(x).float(), self.routing)
+        indices, weights = route(project(ffn.router, x).float(), self.routing)
         given = ffn.expert_input(x)
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2

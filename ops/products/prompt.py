@@ -39,8 +39,8 @@ from ops.products.prompt_weights import (
 from ops.products.units import finish
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
-# weights (H200).
-FEW_ROWS = 64
+# weights (H100).
+FEW_ROWS = 192
 NO_GATE = GateTensors()
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
@@ -226,21 +226,24 @@ def _grouped(x, y, group_ends, weights, third, pairs, gate, s: tl.constexpr):
 
 
 def choose_prompt_tile(N: int, E: int, bits: int) -> PromptTile:
-    """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py (H200).
+    """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py (H100).
 
     Small tiles for few rows an expert: most rows of a large tile would be empty.
     """
-    rows = 16 if N <= 16 * E else 64 if N <= 64 * E else 128
+    rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
     if bits >= 16:  # plain weights: long rows read fast
-        if rows == 16:
+        if rows <= 32:
             return PromptTile(rows, 64, 4096 // bits, 4)
-        return PromptTile(rows, 128, 1024 // bits, 4 if rows == 64 else 8)
+        if rows == 64:
+            return PromptTile(rows, 128, 1024 // bits, 4, 4, tail=16)
+        return PromptTile(rows, 256, 1024 // bits, 8, 4, tail=32)
     if bits == 8:
-        return PromptTile(rows, 128, 64, 4, 4)
-    # Decoding fewer bits takes longer: with many rows an expert, decode once for more of them.
-    rows = 256 if N >= 256 * E else rows
-    # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied asynchronously.
-    return PromptTile(rows, 128, 256 if rows == 16 and bits < 4 else 128, 8)
+        return PromptTile(rows, 128, 64, 4, 4, tail=max(16, rows // 4))
+    if rows == 16:
+        return PromptTile(rows, 128, 256, 4)
+    if rows == 64:  # a last tile of all rows has half as many as most
+        return PromptTile(128, 128, 128, 8, tail=64)
+    return PromptTile(rows, 128, 128, 8, tail=max(16, rows // 4))
 
 
 def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
@@ -311,6 +314,12 @@ def grouped_gemm(
     return y
 
 
+def prefers_kernel(like: Tensor, N: int, E: int) -> bool:
+    """Whether the kernel is faster than the library with N rows of E experts' plain weights."""
+    has_library = like.dtype is torch.bfloat16 and gpu_of(like.device).has_grouped_mm
+    return can_launch(like) and (N <= FEW_ROWS * E or not has_library)
+
+
 @custom_op("moe_fast::grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """Multiply x [N, in] by weight [E, out, in], by int32 group_ends [E] -> [N, out].
@@ -320,9 +329,7 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
     it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
     """
-    few = len(x) <= FEW_ROWS * len(weight)
-    has_library = x.dtype is torch.bfloat16 and gpu_of(x.device).has_grouped_mm
-    if can_launch(x) and (few or not has_library):
+    if prefers_kernel(x, len(x), len(weight)):
         return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
     return _multiply_by_library(x, weight, group_ends)
 

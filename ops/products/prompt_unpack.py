@@ -33,6 +33,7 @@ def _unpack_rows(weights, third, y, s: tl.constexpr):
     GROUP: tl.constexpr = s.group
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
+    KIND: tl.constexpr = s.kind
     DTYPE: tl.constexpr = y.dtype.element_ty
     n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
     rows, start = tl.minimum(n, OUT - 1).to(tl.int64), tl.program_id(1) * BK
@@ -48,8 +49,8 @@ def _unpack_rows(weights, third, y, s: tl.constexpr):
         factor = tl.load(scale + rows).to(tl.float32)
     for field in tl.static_range(FIELDS):
         number = weight_field(numbers, field, s, DTYPE)
-        if s.kind != "fp8b":  # its factor has what its numbers lack
-            number = finish(number.to(tl.float32), factor, s.kind, DTYPE).to(DTYPE)
+        if KIND != "fp8b":  # its factor has what its numbers lack
+            number = finish(number.to(tl.float32), factor, KIND, DTYPE).to(DTYPE)
         k = number_of_field(unit, field, s)
         tl.store(y + rows * IN + k, number, mask=inside)
 
