@@ -9,12 +9,12 @@ import torch
 from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
-from model import Chunk
+from model import Chunk, group_by_expert
 from ops.attention.prompt_attention import attend_prompt
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import activate_rows, gather_rows
+from ops.products.prompt_rows import activate_rows, gather_rows, sort_pairs
 from ops.products.prompt_unpack import unpack_rows
 from ops.products.prompt_weights import GateTensors, PromptTile
 from runtime.fused_layer import fused_layers
@@ -60,6 +60,13 @@ def reorders_rows(format: str) -> bool:
     want = FORMATS[format].grouped_order(x, group)
     some = gather_rows(x, pairs, 2, columns)
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
+
+
+def sorts_pairs(tokens: int, active: int, n_expert: int) -> bool:
+    """Whether `sort_pairs` is `group_by_expert`."""
+    experts = torch.rand(tokens, n_expert).topk(active).indices
+    pairs = zip(sort_pairs(experts, n_expert), group_by_expert(experts, n_expert), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def random_product(format: str, sizes: tuple[int, ...], out: int) -> tuple:

@@ -25,6 +25,7 @@ from tests.prompts_without_gpu import (
     attention_error,
     prompt_errors,
     reorders_rows,
+    sorts_pairs,
     unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
@@ -96,6 +97,12 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
 @pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
 def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)
+
+
+@pytest.mark.parametrize("sizes", ((200, 8, 40), (1, 2, 4), (1100, 4, 5)))
+def test_pairs_are_sorted_by_expert(sizes):
+    """Tokens, experts of a token, experts. More pairs than a program reads at once."""
+    assert sorts_pairs(*sizes)
 
 
 @pytest.mark.parametrize(
