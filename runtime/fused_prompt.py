@@ -27,7 +27,7 @@ from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
-from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, sort_pairs
+from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import GateTensors
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
@@ -130,7 +130,7 @@ class PromptLayer:
             return ffn(x)
         indices, weights = route(project(ffn.router, x).float(), self.routing)
         given = ffn.expert_input(x)
-        order, places, group_ends = sort_pairs(indices, ffn.experts.n_expert)
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
         pairs = SortedPairs(order, experts, group_ends, active)

@@ -14,7 +14,7 @@ from ops.attention.prompt_attention import attend_prompt
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import activate_rows, gather_rows, sort_pairs
+from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_unpack import unpack_rows
 from ops.products.prompt_weights import GateTensors, PromptTile
 from runtime.fused_layer import fused_layers
@@ -62,10 +62,10 @@ def reorders_rows(format: str) -> bool:
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
 
 
-def sorts_pairs(tokens: int, active: int, n_expert: int) -> bool:
-    """Whether `sort_pairs` is `group_by_expert`."""
+def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
+    """Whether `group_pairs` is `group_by_expert`."""
     experts = torch.rand(tokens, n_expert).topk(active).indices
-    pairs = zip(sort_pairs(experts, n_expert), group_by_expert(experts, n_expert), strict=True)
+    pairs = zip(group_pairs(experts, n_expert), group_by_expert(experts, n_expert), strict=True)
     return all(torch.equal(*pair) for pair in pairs)
 
 

@@ -23,9 +23,9 @@ from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
     activation_errors,
     attention_error,
+    groups_pairs,
     prompt_errors,
     reorders_rows,
-    sorts_pairs,
     unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
@@ -100,9 +100,9 @@ def test_rows_are_put_into_the_order_of_a_product(format):
 
 
 @pytest.mark.parametrize("sizes", ((200, 8, 40), (1, 2, 4), (1100, 4, 5)))
-def test_pairs_are_sorted_by_expert(sizes):
+def test_pairs_are_grouped_by_expert(sizes):
     """Tokens, experts of a token, experts. More pairs than a program reads at once."""
-    assert sorts_pairs(*sizes)
+    assert groups_pairs(*sizes)
 
 
 @pytest.mark.parametrize(

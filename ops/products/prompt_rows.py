@@ -19,8 +19,8 @@ from ops.declared import Activation
 from ops.launch import check_shapes, jit, launch, tl, triton
 from ops.products.codes import activate
 
-KERNELS = "_gather_rows", "_activate_rows", "_combine_rows", "_sort_pairs"
-SORTED = 4096  # pairs that a program of `_sort_pairs` reads at once
+KERNELS = "_gather_rows", "_activate_rows", "_combine_rows", "_group_pairs"
+SORTED = 4096  # pairs that a program of `_group_pairs` reads at once
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
 # Grid [E]: a program finds the pairs of one expert, and its place by counting those of experts
 # before it. Each reads all pairs, twice: they are few bytes, and a sort takes seven kernels.
 @jit
-def _sort_pairs(experts, order, places, group_ends, N, s: tl.constexpr):
+def _group_pairs(experts, order, places, group_ends, N, s: tl.constexpr):
     BLOCK: tl.constexpr = s.width
     expert = tl.program_id(0)
     before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -125,7 +125,7 @@ def _sort_pairs(experts, order, places, group_ends, N, s: tl.constexpr):
 # Launching ----------------------------------------------------------------------------------------
 
 
-def sort_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """experts int64 [T, A] -> the pairs by expert, the place of each pair, ends of experts' pairs.
 
     The reference is `model.group_by_expert`: int64 [N], int64 [N], int32 [E].
@@ -134,7 +134,7 @@ def sort_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
     s = RowSettings(min(SORTED, triton.next_power_of_2(experts.numel())))
     given = experts.contiguous(), order, places, group_ends, experts.numel()
-    launch(_sort_pairs, (n_expert,), *given, settings=s, warps=8)
+    launch(_group_pairs, (n_expert,), *given, settings=s, warps=8)
     return order, places, group_ends
 
 
