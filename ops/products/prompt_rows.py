@@ -12,15 +12,13 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ops.declared import Activation
 from ops.launch import check_shapes, jit, launch, tl, triton
 from ops.products.codes import activate
 
-KERNELS = "_gather_rows", "_activate_rows", "_combine_rows", "_group_pairs"
-SORTED = 4096  # pairs that a program of `_group_pairs` reads at once
+KERNELS = "_gather_rows", "_activate_rows", "_combine_rows"
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,18 @@ def _activate_rows(both, bias, experts, columns, y, s: tl.constexpr):
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)
-    row = both + n.to(tl.int64) * (2 * WIDTH)
+    GATED: tl.constexpr = s.activation.gated
+    ROW: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    row = both + n.to(tl.int64) * ROW
     gate = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        own = bias + tl.load(experts + n) * (2 * WIDTH)
+        own = bias + tl.load(experts + n) * ROW
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     kind: tl.constexpr = s.activation.kind
     h = activate(gate, up, kind, s.activation.limit, s.activation.alpha)
     tl.store(y + n.to(tl.int64) * WIDTH + column, h.to(y.dtype.element_ty), mask=inside)
@@ -99,43 +102,7 @@ def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
     tl.store(y + token.to(tl.int64) * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
 
 
-# Grid [E]: a program finds the pairs of one expert, and its place by counting those of experts
-# before it. Each reads all pairs, twice: they are few bytes, and a sort takes seven kernels.
-@jit
-def _group_pairs(experts, order, places, group_ends, N, s: tl.constexpr):
-    BLOCK: tl.constexpr = s.width
-    expert = tl.program_id(0)
-    before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        found = tl.load(experts + pair, mask=pair < N, other=expert + 1)
-        before += (found < expert).to(tl.int32)
-        own += (found == expert).to(tl.int32)
-    place = tl.sum(before)
-    tl.store(group_ends + expert, place + tl.sum(own))
-    for start in range(0, N, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        mine = tl.load(experts + pair, mask=pair < N, other=expert + 1) == expert
-        count = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + place + count - 1, pair.to(tl.int64), mask=mine)
-        tl.store(places + pair, (place + count - 1).to(tl.int64), mask=mine)
-        place += tl.sum(mine.to(tl.int32))
-
-
 # Launching ----------------------------------------------------------------------------------------
-
-
-def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts int64 [T, A] -> the pairs by expert, the place of each pair, ends of experts' pairs.
-
-    The reference is `model.group_by_expert`: int64 [N], int64 [N], int32 [E].
-    """
-    order, places = (experts.new_empty(experts.numel()) for _ in range(2))
-    group_ends = experts.new_empty(n_expert, dtype=torch.int32)
-    s = RowSettings(min(SORTED, triton.next_power_of_2(experts.numel())))
-    given = experts.contiguous(), order, places, group_ends, experts.numel()
-    launch(_group_pairs, (n_expert,), *given, settings=s, warps=8)
-    return order, places, group_ends
 
 
 def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | None) -> Tensor:
@@ -160,11 +127,13 @@ def activate_rows(
 ) -> Tensor:
     """both [N, 2 I], gate, then up -> the activation of both [N, I].
 
-    bias [E, 2 I] is that of each row's expert, int64 [N].
+    An activation without a gate takes up alone, [N, I]. bias, as wide as `both`, is that of each
+    row's expert, int64 [N].
     """
-    N, width = len(both), both.shape[1] // 2
+    (N, total), gated = both.shape, activation.gated
+    width = total // 2 if gated else total
     if bias is not None:
-        check_shapes(bias=(bias, (len(bias), 2 * width)), experts=(experts, (N,)))
+        check_shapes(bias=(bias, (len(bias), total)), experts=(experts, (N,)))
     y = both.new_empty(N, width)
     s = RowSettings(width, activation=activation)
     grid = N, triton.cdiv(width, s.block)
