@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cli.chat import Chat, greeting, read_requests
+from cli.chat import Chat, greeting, model_name, read_requests
 from cli.command import check_stdout, command
 from cli.compile_cache import use_compile_cache
 from cli.compile_helper import start_before_imports
@@ -38,6 +38,7 @@ from cli.model_name import parse_model_name
 from cli.options import check_checkpoint_path, choose_compile
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_seconds
+from cli.routing_file import RoutingRecorder
 from cli.staging import remove
 from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit
@@ -341,6 +342,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
     session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
+    recorder, folder = None, checkpoint.directory.absolute().parent.name
+    if options.save_routing:
+        name, format = model_name(folder), checkpoint.format["name"]
+        recorder = RoutingRecorder(options.save_routing, name, format)
+        session.watch = True
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
     if options.prepare_only:
@@ -349,7 +355,6 @@ def run(options: argparse.Namespace) -> list[dict]:
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
             if process_group.is_main():
-                folder = checkpoint.directory.absolute().parent.name
                 format = checkpoint.format["name"]
                 template = tokenizer.has_chat_template
                 print(greeting(folder, format, session.max_seq_len, template), file=sys.stderr)
@@ -358,7 +363,9 @@ def run(options: argparse.Namespace) -> list[dict]:
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=options.seed + first)
             some = prompts[first : first + batch]
-            results += generate_batch(session, tokenizer, some, options, sampling)
+            results += generate_batch(session, tokenizer, some, options, sampling, recorder)
+    if recorder and process_group.is_main():
+        recorder.write()
     if options.profile and process_group.is_main():
         profile.export_chrome_trace(str(options.profile))
         if not options.profile.is_file() or not options.profile.stat().st_size:
@@ -448,6 +455,8 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
         return kind
     if options.draft_checkpoint_path:
         return "model"
+    if options.save_routing:  # drafts have no details
+        return "off"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
     return "auto" if one and not (options.offload or options.compile) else "off"
 
@@ -468,8 +477,12 @@ def generate_batch(
     prompts: list[list[int]],
     options: argparse.Namespace,
     sampling: Sampling,
+    recorder: RoutingRecorder | None = None,
 ) -> list[dict]:
-    """Continue a batch: prompts go to stderr, answers to stdout (a single one as it comes)."""
+    """Continue a batch: prompts go to stderr, answers to stdout (a single one as it comes).
+
+    recorder: gets each token's experts, if the session is watched.
+    """
     session.reset()  # results must not depend on the order of prompts, so share no prefix
     main = process_group.is_main()
     streaming = main and len(prompts) == 1 and not options.json
@@ -478,6 +491,13 @@ def generate_batch(
         end = "" if sys.stdout.isatty() else "\n"
         print(tokenizer.decode(ids), end=end, file=sys.stderr, flush=True)
 
+    def record(number: int, token: int, begin: int) -> None:
+        text = tokenizer.token_bytes(token).decode(errors="replace")
+        details = session.details[number]
+        recorder.add(number, text, details.experts, details.weights)
+
+    if recorder:
+        recorder.begin([tokenizer.decode(ids) for ids in prompts])
     if streaming:
         echo(prompts[0])
     start = time.perf_counter()
@@ -491,6 +511,7 @@ def generate_batch(
         ignore_eos=options.ignore_eos,
         reply=options.system is not None,
         on_text=lambda number, text: print(text, end="", flush=True) if streaming else None,
+        on_token=record if recorder else lambda number, token, begin: None,
     )
     seconds = time.perf_counter() - start
     for ids, result in zip(prompts, results, strict=True) if main else ():

@@ -199,10 +199,15 @@ class AnswerPrinter:
         self.show(piece, end="", flush=True)
 
 
+def model_name(folder: str) -> str:
+    """Return the name of a model from its folder, without the checksum that the cache's has."""
+    return re.sub(r"-[0-9a-f]{8}$", "", folder)
+
+
 def greeting(folder: str, format: str, length: int, template: bool) -> str:
     """Return what a chat begins with. folder: named after the model. length: of the context."""
-    name = re.sub(r"-[0-9a-f]{8}$", "", folder)  # a checksum, in the cache's folder
-    line = f"{name} in {format}, context of {length:,} tokens; /help lists commands, /exit ends"
+    line = f"{model_name(folder)} in {format}, context of {length:,} tokens"
+    line += "; /help lists commands, /exit ends"
     if template:
         return line
     return f"{line}\nThis model has no chat template: it only continues your text."

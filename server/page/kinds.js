@@ -32,5 +32,7 @@ export function keeper(routing, kind, pattern) {
     const tokens = new Set(spans[part].map(span => span.token));
     return token => tokens.has(token);
   }
-  return token => kindOf(texts[token], texts[token - 1] ?? "") === kind;
+  const first = spans.content[0]?.token; // it does not go on with a word of the reasoning
+  const before = token => (token === first ? "" : (texts[token - 1] ?? ""));
+  return token => kindOf(texts[token], before(token)) === kind;
 }
