@@ -122,6 +122,24 @@ def test_two_answers_are_compared(page, serve):
     assert "even load" in page.text("#experts_scope").lower()
 
 
+def test_all_answers_of_a_chat_are_counted_together(page, serve):
+    server = serve({"x": content(TEXT), "y": content(OTHER)})
+    page.open(server)
+    page.click("#open_experts")
+    page.ask("x")
+    page.ask("y")
+    page.click("#whole")
+    assert "19 tokens, of 2 answers" in page.text("#experts_scope")
+    tokens = ["one", " two", " 34", " ", ",", " word", " ", ")", " 5", " two"]
+    tokens += ["red", " green", " blue", " red", " red", " ", "(", "1", ")"]
+    expected = shares(server.routing(tokens)["experts"], 4, 8)
+    for row in csv.DictReader(io.StringIO(saved(page, "save_csv"))):
+        share = expected[int(row["layer"])][int(row["expert"])]
+        assert float(row["share"]) == pytest.approx(share, abs=1e-6)
+    page.choose("#kind", "number")
+    assert "3 tokens: numbers, of 2 answers" in page.text("#experts_scope")
+
+
 def test_the_same_answer_differs_by_nothing(page, serve):
     server = serve({"x": content(TEXT * 4)})
     page.open(server)

@@ -13,6 +13,20 @@ export function alike(a, b) {
   return [a, b].map(counts => (counts.experts === experts ? counts : counts.widened(experts)));
 }
 
+/** Return the sum of several Counts. */
+export function total(all) {
+  if (all.length === 1) return all[0];
+  const experts = Math.max(0, ...all.map(counts => counts.experts));
+  const {layers, active} = all[0];
+  const sum = new Counts(layers, experts, active, 0);
+  for (const counts of all) {
+    const {values} = counts.experts === experts ? counts : counts.widened(experts);
+    values.forEach((value, n) => (sum.values[n] += value));
+    sum.tokens += counts.tokens;
+  }
+  return sum;
+}
+
 /** Return how far two loads of a layer differ: 0 if they are equal, 1 without a common expert. */
 export function distance(a, b, layer) {
   let sum = 0;
@@ -42,24 +56,26 @@ export function largestDifference(a, b) {
 
 /**
  * Return the mean distance that two answers would have by chance: that of random halves of their
- * tokens. sides: two of {routing, keep}, keep as of Routing.counts.
+ * tokens. sides: two lists of {routing, keep}, keep as of Routing.counts.
  */
 export function chanceDistance(sides) {
-  const tokens = sides.flatMap(({routing, keep}, side) =>
-    Array.from({length: routing.length}, (_, token) => ({side, token})).filter(
-      ({token}) => !keep || keep(token),
+  const tokens = sides.flatMap((parts, side) =>
+    parts.flatMap(({routing, keep}) =>
+      Array.from({length: routing.length}, (_, token) => ({side, routing, token})).filter(
+        ({token}) => !keep || keep(token),
+      ),
     ),
   );
   const first = tokens.filter(({side}) => !side).length;
-  const {layers, active} = sides[0].routing;
-  const experts = Math.max(...sides.map(({routing}) => routing.experts));
+  const {layers, active} = sides[0][0].routing;
+  const experts = Math.max(...sides.flat().map(({routing}) => routing.experts));
   const next = generator(1);
   let sum = 0;
   for (let n = 0; n < SHUFFLES; n++) {
     shuffle(tokens, next);
     const halves = [tokens.slice(0, first), tokens.slice(first)].map(part => {
       const counts = new Counts(layers, experts, active, part.length);
-      for (const {side, token} of part) sides[side].routing.countToken(counts, token);
+      for (const {routing, token} of part) routing.countToken(counts, token);
       return counts;
     });
     sum += meanDistance(...halves);

@@ -1,6 +1,6 @@
 // What the heat map counts: tokens of a kind, the difference from another answer; and its files.
 
-import {alike, chanceDistance, isSameShape} from "./compare.js";
+import {alike, chanceDistance, isSameShape, total} from "./compare.js";
 import {mapToCsv, mapToSvg} from "./figures.js";
 import {pictureOf} from "./heatmap.js";
 import {KINDS, keeper} from "./kinds.js";
@@ -18,6 +18,7 @@ export class Instrument {
     Object.assign(this, {panel, page, other: null});
     $("kind").append(...KINDS.map(([value, text]) => new Option(text, value)));
     $("kind").onchange = () => this.changed();
+    $("whole").onchange = () => this.changed();
     $("pattern").oninput = () => this.changed();
     $("compare").onchange = () => this.choose($("compare").value);
     $("open_routing").onclick = () => this.pick(false);
@@ -38,9 +39,24 @@ export class Instrument {
 
   /** Return [Counts, Counts or null]: those to draw, and those of the other answer. */
   shown(position) {
-    const {routing, counts} = this.panel.answer;
-    const mine = this.counts({routing, counts}, position);
-    return this.other ? alike(mine, this.counts(this.other)) : [mine, null];
+    const parts = this.parts();
+    const mine = this.count(parts, parts.length > 1 ? null : position);
+    return this.other ? alike(mine, this.count(this.other.parts)) : [mine, null];
+  }
+
+  /** Return the answers that are counted: the one that is shown, or all of the chat. */
+  parts() {
+    const {answer} = this.panel;
+    if (!$("whole").checked) return [answer];
+    const kept = this.panel.others().filter(({counts}) => isSameShape(counts, answer.counts));
+    return kept.length ? kept : [answer];
+  }
+
+  /** Return the sum of the answers' Counts. One without its tokens cannot be filtered. */
+  count(parts, position = null) {
+    const known = parts.filter(({routing}) => routing || $("kind").value === "all");
+    const empty = parts[0].counts.blank();
+    return known.length ? total(known.map(part => this.counts(part, position))) : empty;
   }
 
   counts({routing, counts}, position = null) {
@@ -55,18 +71,24 @@ export class Instrument {
     const text = `${counts.tokens.toLocaleString("en")} tokens`;
     const kind = KINDS.find(([value]) => value === $("kind").value);
     const which = kind[0] === "text" ? `with "${$("pattern").value}"` : kind[1];
-    const filtered = kind[0] === "all" ? text : `${text}: ${which}`;
+    const answers = this.parts().length;
+    const filtered =
+      (kind[0] === "all" ? text : `${text}: ${which}`) +
+      (answers > 1 ? `, of ${answers} answers` : "");
     return this.other ? `${filtered}, compared with ${this.other.name}` : filtered;
   }
 
   /** Return how far the two answers would differ by chance, as text, or null. */
   chance() {
-    const sides = [this.panel.answer, this.other].map(side => side?.routing);
-    if (!sides.every(Boolean)) return null;
-    const key = [...sides.map(routing => routing.length), $("kind").value, $("pattern").value];
+    const sides = [this.parts(), this.other?.parts ?? []];
+    const isKnown = sides.every(parts => parts.length && parts.every(({routing}) => routing));
+    if (!isKnown) return null;
+    const lengths = sides.map(parts => parts.map(({routing}) => routing.length).join("+"));
+    const key = [...lengths, $("kind").value, $("pattern").value];
     const isNew = this.chanceOf?.other !== this.other || this.chanceOf.key !== key.join();
     if (isNew) {
-      const value = chanceDistance(sides.map(routing => ({routing, keep: this.keep(routing)})));
+      const kept = ({routing}) => ({routing, keep: this.keep(routing)});
+      const value = chanceDistance(sides.map(parts => parts.map(kept)));
       this.chanceOf = {other: this.other, key: key.join(), value};
     }
     return ` Random halves of their tokens have ${this.chanceOf.value.toFixed(2)}.`;
@@ -80,8 +102,10 @@ export class Instrument {
     const canFilter = Boolean(answer?.routing);
     if (!canFilter && $("kind").value !== "all") $("kind").value = "all";
     $("kind").disabled = !canFilter;
-    this.choices = [...this.panel.others(), ...this.files].filter(
-      other => other.message !== message && answer && isSameShape(other.counts, answer.counts),
+    const own = this.panel.others().map(other => ({...other, parts: [other]}));
+    this.choices = [...own, ...this.files].filter(
+      other =>
+        other.message !== message && answer && isSameShape(other.parts[0].counts, answer.counts),
     );
     const isKept = other => other.message === this.other?.message;
     this.other = (this.other && this.choices.find(isKept)) ?? null;
@@ -125,17 +149,12 @@ export class Instrument {
   }
 
   compareWith(name, {answers}) {
-    const added = answers.map(({routing}, n) => ({
-      message: {}, // a mark of its own
-      name: answers.length > 1 ? `${name}, answer ${n + 1}` : name,
-      routing,
-      counts: routing.counts(),
-    }));
+    const parts = answers.map(({routing}) => ({routing, counts: routing.counts()}));
     const mine = this.panel.answer.counts;
-    if (!added.every(({counts}) => isSameShape(counts, mine)))
+    if (!parts.every(({counts}) => isSameShape(counts, mine)))
       throw new Error("The file is of a model of another shape: it cannot be compared.");
-    this.files.push(...added);
-    [this.other] = added;
+    this.other = {message: {}, name, parts}; // a mark of its own
+    this.files.push(this.other);
     this.list();
     this.panel.draw();
   }

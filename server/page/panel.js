@@ -178,13 +178,15 @@ export class ExpertsPanel {
 
   /** Return the tokens that an expert gets most often, as a sentence. */
   commonTexts(layer, expert) {
-    const {routing} = this.answer;
     const found = new Map();
-    if (!routing) return "";
-    const keep = this.instrument.keep(routing);
-    for (let token = 0; token < (this.position ?? routing.length); token++) {
-      if (!routing.uses(token, layer, expert) || (keep && !keep(token))) continue;
-      found.set(routing.texts[token], (found.get(routing.texts[token]) ?? 0) + 1);
+    for (const {routing} of this.instrument.parts()) {
+      if (!routing) continue;
+      const keep = this.instrument.keep(routing);
+      const length = routing === this.answer.routing ? this.position : null;
+      for (let token = 0; token < (length ?? routing.length); token++) {
+        if (!routing.uses(token, layer, expert) || (keep && !keep(token))) continue;
+        found.set(routing.texts[token], (found.get(routing.texts[token]) ?? 0) + 1);
+      }
     }
     const most = [...found]
       .sort((a, b) => b[1] - a[1])

@@ -146,6 +146,11 @@ export class Counts {
     return this.experts ? this.active / this.experts : 0;
   }
 
+  /** Return Counts of the same shape without tokens. */
+  blank() {
+    return new Counts(this.layers, this.experts, this.active, 0);
+  }
+
   /** Return a copy with columns for this many experts, of which the last have no tokens. */
   widened(experts) {
     const wide = new Counts(this.layers, experts, this.active, this.tokens);
