@@ -348,7 +348,8 @@ function openRecording(name, {model: modelName, format, answers: recorded}) {
   for (const {prompt, routing, text} of recorded) {
     const heat = routing.counts().pack();
     const message = {...newAnswer(), content: text, count: routing.length, finish: "stop", heat};
-    Object.assign(message, {model: modelName, format});
+    const usage = {completion: routing.length, total: 0, reasoning: 0};
+    Object.assign(message, {model: modelName, format, usage});
     next.messages.push({role: "user", content: prompt}, message);
     answers.routings.set(message, routing);
     saveTrace(message.id, routing);

@@ -99,7 +99,7 @@ export class ExpertsPanel {
       `${this.instrument.scope(counts)}. Even load: ${percent(counts.even)}.`;
     this.drawReplay();
     this.drawLegend(counts);
-    if (!this.map.cell) this.showCell();
+    this.readOut();
   }
 
   drawReplay() {
@@ -163,10 +163,15 @@ export class ExpertsPanel {
   }
 
   showCell() {
+    if (!this.answer?.counts.layers || !this.map.counts) return;
+    this.map.redraw();
+    this.readOut();
+  }
+
+  /** Describe the cell under the pointer, the chosen one, or the whole map. */
+  readOut() {
     const cell = this.map.cell ?? view.picked;
     const {counts, other} = this.map;
-    if (!this.answer?.counts.layers || !counts) return;
-    this.map.redraw();
     const isCell = cell && cell.layer < counts.layers && cell.expert < counts.experts;
     const texts = other ? [describeDifference, summarizeDifference] : [describe, summarize];
     const text = isCell ? texts[0](counts, cell, other) : texts[1](counts, other);
