@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -77,6 +77,7 @@ from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
 from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
 from tokenizer import Tokenizer, load_tokenizer
+from tool_calls.reading import CallReader
 
 OUT_OF_MEMORY = (
     "shorten --max_seq_len, lower --prefill_chunk, or with --offload --gpu_memory or --gpu_experts"
@@ -221,6 +222,7 @@ def generate_all(
     on_token: Callable[[int, int, int], None] = lambda number, token, begin: None,
     on_reasoning: Callable[[int, str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    markers: Mapping[int, str] | None = None,
 ) -> list[dict]:
     """Continue each prompt, all at once, until EOS, a `stop` text or max_new_tokens.
 
@@ -228,7 +230,7 @@ def generate_all(
     of text as soon as it is certain. on_token gets the number, each token that does not end the
     text, and where in the text it begins; it is called before on_text. `interrupted` is called
     after every step. on_reasoning gets the number and each piece of a chat model's reasoning, which
-    is then no part of the text; None: it is. reply: see runtime.text.TextSettings.
+    is then no part of the text; None: it is. reply, markers: see runtime.text.TextSettings.
 
     Returns for each prompt the fields of `TextStream.result` and `weight_statistics`, and with
     offloaded experts "offload" (see `expert_traffic`). Raises ValueError as `Session.stream_all`,
@@ -241,7 +243,7 @@ def generate_all(
     for number, prompt in enumerate(ids):
         thoughts = partial(on_reasoning, number) if on_reasoning else None
         callbacks = partial(on_text, number), partial(on_token, number), thoughts
-        settings = TextSettings(stop, ignore_eos, reply, *callbacks)
+        settings = TextSettings(stop, ignore_eos, reply, *callbacks, markers=markers or {})
         streams.append(TextStream(prompt, tokenizer, settings))
     start, steps, counters = time.perf_counter(), 0, None
     for tokens in session.stream_all(ids, max_new_tokens, sampling or Sampling()):
@@ -535,9 +537,10 @@ def chat(
     sampling: Sampling,
 ) -> None:
     """Read messages and commands, stream answers, keep the cache between turns."""
-    turns = Chat(partial(generate, session, tokenizer), session, tokenizer, options, sampling)
+    answer, make_reader = partial(generate, session, tokenizer), partial(CallReader, tokenizer)
+    turns = Chat(answer, session, tokenizer, options, sampling, make_reader)
     turns.silent = not process_group.is_main()
-    for name, given in process_group.share_each(read_requests):
+    for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cli.command import describe_os_error
 
 VERSION = 1
-DIGITS = 4  # of a weight
+DIGITS = 4  # a weight's
 
 
 class RoutingRecorder:

@@ -102,14 +102,14 @@ def test_each_chat_keeps_its_draft(page, serve):
     wait_until(lambda: page.texts("#files strong") == ["notes.txt"])
     page.click("#clear")
     assert page.run("return document.getElementById('text').value") == ""
-    page.choose("#text", "of the new chat")
+    page.choose("#text", "for a new chat")
     page.click(".chat-title", "a")
     value = "return document.getElementById('text').value"
     assert page.run(value) == "not sent" and page.texts("#files strong") == ["notes.txt"]
     page.reload(server, page.run("return location.hash"))
     assert page.run(value) == "not sent" and page.texts("#files strong") == ["notes.txt"]
     page.click("#clear")
-    assert page.run(value) == "of the new chat"
+    assert page.run(value) == "for a new chat"
     page.ask("b")
     page.click("#clear")
     assert page.run(value) == ""  # what was sent is no draft
@@ -227,7 +227,7 @@ def test_chats_are_exported_and_imported(page, serve):
     (name, text), (title, markdown) = page.downloads()
     assert name == "moe-fast-chats.json" and title == "one.md"
     assert markdown == "# one\n\n## You\n\none\n\n## Scripted-MoE\n\n1\n"
-    page.open(server)  # with an empty storage
+    page.open(server)  # the storage is empty
     page.give_file("#pick_import", "chats.json", text)
     wait_until(lambda: sorted(page.texts(".chat-title")) == ["one", "two"])
     page.click(".chat-title", "one")
