@@ -78,7 +78,7 @@ def attend_tokens(
     K, C = layer.kv_heads, layer.head_dim
     rows, S = max(B, cache.shape[1]), cache.shape[3]  # further rows of the cache are not used
     check_shapes(
-        qkv=(qkv, (B, Q, layer.projected * C)),
+        qkv=(qkv, (B, Q, layer.projected)),
         positions=(positions, (B, Q)),
         cache=(cache, (2, rows, K, S, C)),
     )

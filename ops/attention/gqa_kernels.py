@@ -102,12 +102,12 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     sequence, program, part, start, stored = place
     query, head, token, is_row = rows
     kv_head, t, c = program // s.splits, tl.arange(0, T), tl.arange(0, C)[None, :]
-    own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected * C
-    q = qkv + token[:, None] * a.projected * C
+    own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected
+    q = qkv + token[:, None] * a.projected
     value = load_value(own + (a.first_value + kv_head) * C, c, a)
     q_rms, k_rms = 1.0, 1.0
     if a.full_norm and Q == 1:
-        token_heads = qkv + sequence * a.projected * C
+        token_heads = qkv + sequence * a.projected
         k_heads = token_heads + a.heads * C
         q_rms, k_rms = inverse_rms(token_heads, k_heads, a.heads * C, a.kv_heads * C, a.eps)
     elif a.full_norm:
@@ -159,12 +159,26 @@ def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: t
 
 
 @jit
-def _store_heads(y, softmax, sink, gate, at, mask):
+def _load_gate(qkv, token, head, c, a: tl.constexpr):
+    """Load the gate of heads for their numbers c: like token + c, or without c's axis 1 wide."""
+    at = qkv + token * a.projected + a.first_gate + head * a.gate_width
+    if a.head_gate:
+        return tl.load(at)
+    else:
+        return tl.load(at + c)
+
+
+@jit
+def _store_heads(y, softmax, sink, gate, at, mask, a: tl.constexpr):
     """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
     row_max, row_sum, acc = softmax
     out = finish_softmax(row_max, row_sum, acc, sink)
     if gate is not None:
-        out /= 1 + tl.exp(-gate.to(tl.float32))
+        gate = gate.to(tl.float32)
+        if a.gate == "sigmoid":
+            out /= 1 + tl.exp(-gate)
+        else:
+            out *= tl.maximum(gate, 0.0) + tl.log(1 + tl.exp(-tl.abs(gate)))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -205,9 +219,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
         sink = ahead[4] if weights.sinks is not None else None
         await_previous(PDL)
-        if a.gated:
-            gates = qkv + (token * a.projected + a.first_gate + head)[:, None] * C
-            gate = tl.load(gates + c)
+        if a.gate != "":
+            gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
         else:
             gate = None
         call = sequence, program, part, start, stored
@@ -231,7 +244,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         heads = (token * a.heads + head)[:, None] * C + c
         final = row_max[:, None], row_sum[:, None], acc
         sinks = sink[:, None] if weights.sinks is not None else None
-        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None])
+        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None], a)
     elif s.parts > 1 or not s.appends:
         at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
         tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
@@ -294,8 +307,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     if parts == 1:
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
-    if a.gated:
-        gate = tl.load(qkv + (token * a.projected + a.first_gate + head) * C + c)[None, :]
+    if a.gate != "":
+        gate = _load_gate(qkv, token, head, c[None, :], a)
     in_group = head % a.group
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
     part = tl.arange(0, s.padded_parts)
@@ -310,4 +323,5 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
     zero = tl.zeros([1, 1], tl.float32)
     softmax = zero + largest, zero + total, acc[None, :]
-    _store_heads(results.y, softmax, sink, gate, (token * a.heads + head) * C + c[None, :], None)
+    heads = (token * a.heads + head) * C + c[None, :]
+    _store_heads(results.y, softmax, sink, gate, heads, None, a)

@@ -44,7 +44,8 @@ class AttentionSettings:
     full_norm: bool = False  # norms over all heads of q and of k, before the clip
     norm_values: bool = False  # RMS norm of values too, without a weight
     keys_are_values: bool = False  # qkv has no values: they are its keys before norm and RoPE
-    gated: bool = False  # qkv ends with H more heads, whose sigmoid the output is multiplied by
+    gate: str = ""  # the output is multiplied by "sigmoid" or "softplus" of numbers after values
+    head_gate: bool = False  # the gate has one number a head, else as many as a head
     rope_begin: int = 0  # the layer's first column of `model.Context.rope`
 
     @property
@@ -58,12 +59,18 @@ class AttentionSettings:
 
     @property
     def first_gate(self) -> int:
-        return self.first_value + self.kv_heads
+        """The first number of qkv that is a gate."""
+        return (self.first_value + self.kv_heads) * self.head_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Numbers of a head's gate."""
+        return (1 if self.head_gate else self.head_dim) if self.gate else 0
 
     @property
     def projected(self) -> int:
-        """Heads of qkv."""
-        return self.first_gate + self.heads if self.gated else self.first_gate
+        """Numbers of a token in qkv."""
+        return self.first_gate + self.heads * self.gate_width
 
     def encoded(self) -> str:
         """Return the settings as text: a custom operator takes no dataclass."""
