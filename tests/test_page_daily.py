@@ -11,6 +11,12 @@ from scripts.capture_page import wait_until
 pytest_plugins = ("scripted_page",)
 CONTROL, SHIFT = "\ue009", "\ue008"
 SLOW = content("word " * 400, pause=0.02)
+# The number of tokens in IndexedDB, of the answer of the first chat that was kept.
+TRACED = """const traces = await import('/page/traces.js');
+    const {messages} = JSON.parse(Object.entries(localStorage)
+        .find(([key]) => key.startsWith('moe-fast:chat'))?.[1] ?? '{"messages": []}');
+    window.name = messages[1]?.id ?? window.name;  // the window's name outlives a reload
+    return (await traces.loadTrace(window.name))?.length ?? 0"""
 CODE = "```python\ndef f(x):  # one\n    return 'two', 3\n```\n"
 MATHS = r"""Roots of $ax^2 + b$ cost $5 and $6, or \(\vec{v}\).
 
@@ -38,6 +44,7 @@ def test_colors_survive_a_reload(page, serve):
         .map(token => [token.textContent, token.style.background])"""
     before, address = page.run(shown), page.run("return location.hash")
     assert len(before) > 5
+    wait_until(lambda: page.run_async(TRACED) >= len(before))
     page.reload(server, address)
     wait_until(lambda: page.count(".token") == len(before))
     assert page.run(shown) == before
@@ -51,16 +58,10 @@ def test_traces_of_deleted_chats_are_removed(page, serve):
     server = serve({"x": content("one two")})
     page.open(server)
     page.ask("x")
-    kept = """const traces = await import('/page/traces.js');
-        const {messages} = JSON.parse(Object.entries(localStorage)
-            .find(([key]) => key.startsWith('moe-fast:chat'))?.[1] ?? '{"messages": []}');
-        const id = messages[1]?.id ?? window.name;
-        window.name = id;
-        return (await traces.loadTrace(id))?.length ?? 0"""
-    wait_until(lambda: page.run_async(kept) == 2)
+    wait_until(lambda: page.run_async(TRACED) == 2)
     page.run("document.querySelector('[aria-label=\"Delete x\"]').click()")
     page.reload(server)
-    wait_until(lambda: page.run_async(kept) == 0)
+    wait_until(lambda: page.run_async(TRACED) == 0)
 
 
 @pytest.mark.parametrize("is_continued", (True, False))
@@ -90,6 +91,7 @@ def test_a_browser_that_is_killed_loses_two_seconds_of_an_answer(page, serve):
         .find(([key]) => key.startsWith('moe-fast:chat'))[1]""")
     answer = json.loads(saved)["messages"][1]
     assert answer["content"].count("word") > 20 and answer["finish"] == "stopped: closed"
+    assert page.run_async(TRACED) > 20
     page.press(ESCAPE)
 
 

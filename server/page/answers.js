@@ -74,6 +74,8 @@ export class Answers {
     answer.finish ??= CLOSED;
     this.onSave(run.chat);
     answer.finish = finish;
+    const routing = this.routings.get(answer);
+    if (routing.length) saveTrace(answer.id, routing);
   }
 
   /** Update at the next frame, with at most a third of the time: long answers take longer. */

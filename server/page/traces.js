@@ -43,19 +43,20 @@ async function transact(mode, use) {
 export async function saveTrace(id, routing) {
   const packed = routing.pack();
   const size = {id, bytes: packed.chosen.byteLength + packed.weights.byteLength, saved: Date.now()};
-  await makeRoom(id, size.bytes);
   await transact("readwrite", (traces, sizes) => {
     traces.put(packed, id);
     sizes.put(size);
   });
+  await makeRoom();
 }
 
-/** Remove the oldest traces until another one fits. */
-async function makeRoom(id, bytes) {
+/** Remove the oldest traces over the budget. */
+async function makeRoom() {
   const sizes = (await transact("readonly", (_, sizes) => sizes.getAll())) ?? [];
-  const others = sizes.filter(size => size.id !== id).sort((a, b) => b.saved - a.saved);
-  let total = bytes;
-  const removed = others.filter(size => (total += size.bytes) > BUDGET);
+  let total = 0;
+  const removed = sizes
+    .sort((a, b) => b.saved - a.saved)
+    .filter((size, n) => (total += size.bytes) > BUDGET && n > 0);
   if (removed.length) await remove(removed.map(size => size.id));
 }
 
