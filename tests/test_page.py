@@ -622,19 +622,40 @@ def test_axe_finds_nothing_serious(page, serve, scheme):
     if not os.environ.get("MOE_FAST_AXE"):
         pytest.skip("set MOE_FAST_AXE to the path of axe.min.js: npm pack axe-core")
     axe = Path(os.environ["MOE_FAST_AXE"]).read_text()
-    reply = [{"reasoning_content": "I think."}, {"content": MARKDOWN + "\n\n" + "word " * 60}]
-    page.open(serve({"x": [*reply, {"content": "", "finish": "length"}], "y": [ConnectionError()]}))
+    text = MARKDOWN + "\n\n$$\nx = \\frac{1}{2}\n$$\n\n" + "word " * 60
+    reply = [{"reasoning_content": "I think."}, {"content": text}]
+    server = serve({"x": [*reply, {"content": "", "finish": "length"}], "y": [ConnectionError()]})
+    server.variables = ["enable_thinking", "reasoning_effort"]
+    page.open(server)
     page.emulate(scheme)
-    states = {"welcome": "", "settings": "document.getElementById('open_settings').click()"}
+    states = {"welcome": "return"}
+    for dialog in ("settings", "shortcuts"):
+        states[dialog] = f"document.getElementById('{dialog}').showModal()"
     for name, action in states.items():
-        page.run(action or "return")
+        page.run(action)
         assert serious(page, axe) == [], name
-    page.run("document.getElementById('settings').close()")
+        page.run("document.querySelector('dialog[open]')?.close()")
     page.ask("x")
+    page.click(".assistant .tools button", "Regenerate")
+    page.wait_for_the_end()
     page.run("document.querySelector('details').open = true")
+    wait_until(lambda: page.count(".katex-html") and page.count("[class^=hl-]"))
+    page.give_file("#pick_files", "notes.txt", "kept")
+    wait_until(lambda: page.count("#files li") == 1)
     assert serious(page, axe) == [], "answer"
+    page.colors()
+    page.click("#open_experts")
+    page.choose("#compare", "0")
+    assert serious(page, axe) == [], "experts"
+    page.click("#close_experts")
+    page.click("#colors")
     page.ask("y")
     assert serious(page, axe) == [], "error"
+    page.size(375, 700)
+    assert serious(page, axe) == [], "phone"
+    page.click("#open_sidebar")
+    page.choose("#search", "word")
+    assert serious(page, axe) == [], "chats on a phone"
 
 
 def serious(page: Page, axe: str) -> list:
