@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -524,6 +525,26 @@ def test_a_chat_in_a_terminal(start, folders, tmp_path):
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
+
+
+def test_a_template_folds_reasoning_and_takes_tools(start, directory, tmp_path):
+    """The embedded model's text is reasoning: the template opens a block."""
+    model = tmp_path / "model_bf16"
+    shutil.copytree(directory, model)
+    path = model / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{# </think> #}"
+    config = json.loads(path.read_text()) | {"chat_template": template}
+    path.write_text(json.dumps(config))
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    child = start("--checkpoint_path", str(model))
+    assert "no chat template" not in child.before
+    assert "tools: sun" in send(child, "/tools tools.json")
+    assert "has no functions" in send(child, "/tools model_bf16/config.json")
+    shown = send(child, "import os")
+    assert re.search(r"reasoning, \d tokens?: /reasoning shows it", shown)
+    assert "6 tokens at" in shown and len(send(child, "/reasoning").splitlines()) > 1
+    child.sendline("/quit")
+    child.expect(pexpect.EOF)
 
 
 def test_the_history_is_bounded_and_may_be_missing(tmp_path, monkeypatch, caplog):

@@ -206,6 +206,9 @@ def test_chats_are_searched(page, serve):
     page.ask("second")
     page.choose("#search", "PENGUIN")
     assert page.texts(".chat-title") == ["first"] and "about penguins" in page.text(".snippet")
+    page.choose("#search", "irs")
+    assert page.texts(".chat-title") == ["first"] and page.count(".snippet") == 0
+    page.choose("#search", "PENGUIN")
     page.run("document.getElementById('search').focus()")
     page.press("\ue007")
     assert page.texts(".said") == ["first"]
@@ -260,8 +263,11 @@ def test_sampling_settings_and_presets(page, serve):
     page.ask("x")
     sent = {name: server.requests[0][name] for name in ("top_k", "min_p", "seed", "temperature")}
     assert sent == {"top_k": 40, "min_p": 0.1, "seed": 7, "temperature": 0.5}
+    page.click("#open_settings")
     page.choose("#preset_name", "Mine")
-    page.click("#save_preset")
+    page.run("document.getElementById('preset_name').focus()")
+    page.press("\ue007")  # Enter
+    assert page.run("return document.getElementById('settings').open")
     page.choose("#preset", "Greedy")
     value = "return ['temperature', 'top_k', 'min_p'].map(id => document.getElementById(id).value)"
     assert page.run(value) == ["0", "", ""]

@@ -65,6 +65,11 @@ export function connectSettings({onFormat, onTheme, onColors}) {
   };
   $("preset").onchange = () => usePreset($("preset").value);
   $("save_preset").onclick = savePreset;
+  $("preset_name").onkeydown = event => {
+    if (event.key !== "Enter") return;
+    event.preventDefault(); // it would close the dialog
+    savePreset();
+  };
   $("delete_preset").onclick = deletePreset;
 }
 

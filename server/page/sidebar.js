@@ -49,8 +49,8 @@ function chatItem(chat, {openId, isRunning}, actions) {
 }
 
 /** Return the chats whose title or messages have a text, with the place as `snippet`. */
-export function searchChats(chats, text) {
-  const wanted = text.trim().toLowerCase();
+export function searchChats(chats, query) {
+  const wanted = query.trim().toLowerCase();
   if (!wanted) return chats.map(chat => ({...chat, snippet: ""}));
   return chats.flatMap(chat => {
     const texts = chat.messages.flatMap(message => [
@@ -59,7 +59,8 @@ export function searchChats(chats, text) {
     ]);
     const found = texts.find(content => content.toLowerCase().includes(wanted));
     if (found === undefined && !chat.title.toLowerCase().includes(wanted)) return [];
-    return [{...chat, snippet: found === undefined ? "" : snippet(found, wanted)}];
+    const text = found === undefined ? "" : snippet(found, wanted);
+    return [{...chat, snippet: text === chat.title ? "" : text}];
   });
 }
 
