@@ -134,6 +134,12 @@ def test_long_strange_texts_do_not_block_the_page(page, serve):
         "![a](",
         "<",
         "http://a(",
+        "$a ",
+        "$a$",
+        "$$ ",
+        "$$\n",
+        "\\[\n",
+        '```python\n""" \' f(',
     ]
     slowest = page.run_async(
         """

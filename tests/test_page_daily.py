@@ -335,6 +335,31 @@ def test_formulas_are_rendered(page, serve):
     assert not [error for error in page.errors() if "Refused" in error]
 
 
+def test_streamed_formulas_and_code_are_rendered_as_the_whole_text(page, serve):
+    page.open(serve({"x": content(MATHS + CODE)}))
+    page.ask("x")
+    wait_until(lambda: page.count(".katex-html") and page.count("[class^=hl-]"))
+    different = page.run_async(
+        """
+        const {TextView} = await import('/page/render.js');
+        return arguments[0].filter(text => {
+            let source = '';
+            const pieces = (start, length, shown) => [shown ?? source.slice(start, start + length)];
+            const hosts = [0, 0].map(() => document.createElement('div'));
+            const [streamed, whole] = hosts.map(host => new TextView(host, pieces));
+            for (let end = 1; end <= text.length; end++) {
+                source = text.slice(0, end);
+                streamed.update(source, {isPlain: false, isFinal: false});
+            }
+            whole.update(source, {isPlain: false, isFinal: true});
+            return hosts[0].innerHTML !== hosts[1].innerHTML
+                || !hosts[0].querySelector('.formula, [class^=hl-]');
+        })""",
+        [MATHS, CODE, "a\n$$\nx\n\n- b", "- a\n  $$\n  x\n  $$\n- $b$", "> \\[\n> x\n> \\]\nc"],
+    )
+    assert different == []
+
+
 def test_code_is_highlighted(page, serve):
     page.open(serve({"x": content(CODE + "\n```nolang\nif x\n```\n```c++\nint a;\n```")}))
     page.ask("x")
