@@ -29,6 +29,8 @@ from tokenizer import load_tokenizer
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest.register_assert_rewrite("scripted_page")
+
 ROOT = Path(__file__).parents[1]
 HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"
 COMMON = dict(

@@ -13,7 +13,7 @@ from model import Chunk, ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
 from runtime.reasoning import CLOSE, OPEN, ThinkSplitter, make_splitter
-from server.tools import GlmParser, find_format
+from tool_calls.formats import GlmParser, find_format
 from tp import local_args, shard_problem
 
 KINDS = ["sliding_attention", "full_attention"]
