@@ -153,7 +153,7 @@ def _receive_sum(memory, call, d, dtype: tl.constexpr, m: tl.constexpr, s: tl.co
 @jit
 def _load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Load this program's quads of x in the order of a `QuantizedX`."""
-    return load_x(x, tl.program_id(0), l.quads, l.run, l.fields, l.lanes, VOLATILE)
+    return load_x(x, tl.program_id(0), l, VOLATILE)
 
 
 @jit
@@ -163,14 +163,12 @@ def _receive_again(memory, add, scale: tl.constexpr, m: tl.constexpr, l: tl.cons
     add: the residual as of `_load_quads`.
     """
     RANKS: tl.constexpr = m.ranks
-    FIELDS: tl.constexpr = l.fields
-    LANES: tl.constexpr = l.lanes
     dtype: tl.constexpr = add[0].dtype
     messages, totals = (), ()
     for rank in tl.static_range(RANKS):
         messages = messages + (_load_quads(memory + rank * m.stride, l, True),)
-    for k in tl.static_range(FIELDS):
-        total = tl.zeros([LANES, 4], tl.float32)
+    for k in tl.static_range(l.fields):
+        total = tl.zeros([l.lanes, 4], tl.float32)
         for rank in tl.static_range(RANKS):
             total += numbers_of(messages[rank][k], dtype)
         totals = totals + ((add[k].to(tl.float32) + scale * total).to(dtype),)
@@ -183,14 +181,13 @@ def _load_branches(added, scale, at, d, stride, s: tl.constexpr):
 
     scale: the last norm's weight.
     """
-    BRANCHES: tl.constexpr = s.branches
     inside = d < s.D
     branch = added.y + at + d
     values = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
-    if BRANCHES > 1:
+    if s.branches > 1:
         first = tl.load(added.branch_norms + d, mask=inside, other=0.0).to(tl.float32)
         values *= tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * first
-        for n in tl.static_range(1, BRANCHES):
+        for n in tl.static_range(1, s.branches):
             branch += stride
             other = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
             weight = tl.load(added.branch_norms + n * s.D + d, mask=inside, other=0.0)
@@ -233,9 +230,8 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 @jit
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
-    FIELDS: tl.constexpr = l.fields
     values = ()
-    for k in tl.static_range(FIELDS):
+    for k in tl.static_range(l.fields):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
     store_quads(values, normed, units, l)
@@ -254,7 +250,6 @@ def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l:
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
-    BLOCK: tl.constexpr = s.block
     ROWS: tl.constexpr = s.rows
     m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
@@ -274,7 +269,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     x += at
     if l is None:
         normed += at
-    d, program = tl.arange(0, BLOCK), tl.program_id(0)
+    d, program = tl.arange(0, s.block), tl.program_id(0)
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)

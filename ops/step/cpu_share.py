@@ -93,10 +93,8 @@ def post(flag, value):
 @jit
 def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr):
     P: tl.constexpr = s.tokens * s.active
-    P_POW2: tl.constexpr = s.pairs_tile
-    ACTIVE: tl.constexpr = s.active
     NUMBERS: tl.constexpr = s.tokens * s.dim
-    p = tl.arange(0, P_POW2)
+    p = tl.arange(0, s.pairs_tile)
     expert = tl.load(chosen + p, mask=p < P, other=-1)
     slot = tl.load(slots + p, mask=p < P, other=s.slots)
     weight = tl.load(weights + p, mask=p < P, other=0.0)
@@ -106,7 +104,7 @@ def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr):
     if count > 0:
         at = tl.cumsum(asked.to(tl.int32), 0) - 1
         tl.store(box.experts + at, expert.to(tl.int32), mask=asked)
-        tl.store(box.tokens + at, p // ACTIVE, mask=asked)
+        tl.store(box.tokens + at, p // s.active, mask=asked)
         tl.store(box.weights + at, weight, mask=asked)
         for start in range(0, NUMBERS, 1024):
             n = start + tl.arange(0, 1024)
