@@ -143,7 +143,7 @@ def ropes(kind: str, **changes) -> dict:
         ({"rope_parameters": ROPE | {KINDS[1]: None}}, "rope_parameters = .*a set for full"),
         ({"rope_parameters": {KINDS[1]: ROPE[KINDS[1]]}, "layer_types": KINDS * 20}, "for sliding"),
         (ropes(KINDS[0], rope_type="dynamic"), "rope_type = 'dynamic'"),
-        (ropes(KINDS[1], rope_theta=None), "rope_theta = None"),
+        (ropes(KINDS[1], rope_theta=None), "rope_parameters = .*rope_theta of full_attention"),
         (ropes(KINDS[1], partial_rotary_factor=0.3), "partial_rotary_factor = 0.3"),
         (ropes(KINDS[0]) | {"partial_rotary_factor": 0.5}, "the set for sliding_attention has non"),
     ],
