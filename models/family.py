@@ -112,6 +112,7 @@ class Family:
     gguf: str | None = None  # their architecture; None: they are not read
     gguf_keys: Mapping[str, str] = NOTHING  # config.json's shared key -> the value's, if not usual
     gguf_tensors: MadeTable = {}  # a layer's published name -> how it is made
+    gguf_rest: MadeTable = {}  # the same for tensors outside of the layers
     gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
@@ -198,6 +199,14 @@ class Family:
         return TENSORS | dict(self.gguf_tensors)
 
     # Conversion ---------------------------------------------------------------------------------
+
+    def published_layers(self, args: ModelArgs) -> int:
+        """Return the number of layers as checkpoints have them."""
+        return args.n_layer
+
+    def experts_at(self, args: ModelArgs, layer: int) -> int:
+        """Return which published layer has the experts of a layer."""
+        return layer
 
     def layer_recipes(self, args: ModelArgs, layer: int, layout: PublishedLayout) -> Recipes:
         """Return the recipes of one layer."""

@@ -10,13 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-ACTIVATIONS = "silu", "clamped"
+ACTIVATIONS = "silu", "clamped", "relu_squared"
 OUTPUT_GATES = "sigmoid", "softplus"
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's."""
+    """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's.
+
+    "relu_squared" has no gate: it is computed of up alone.
+    """
 
     kind: str = "silu"
     limit: float = 0.0  # of "clamped"
@@ -27,8 +30,12 @@ class Activation:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"no kernel for the activation {self.kind!r}: known are {known}")
 
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu_squared"
 
-SWIGLU = Activation()
+
+SWIGLU, RELU_SQUARED = Activation(), Activation("relu_squared")
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,14 @@ class ExpertAdditions:
     activation: Activation | None = None  # None: SwiGLU, which `Experts.activation` must be
     shared: nn.Module | None = None  # a FeedForward that every token uses
     shared_gate: nn.Module | None = None  # a Linear [1, D], whose sigmoid weighs `shared`
+    latent: tuple[nn.Module, nn.Module] | None = None  # Linears before and after the experts
+
+
+@dataclass(frozen=True)
+class BlockAdditions:
+    """What a subclass of `model.Block` has."""
+
+    has_ffn: bool = True  # False: it is attention alone, normed, plus its residual
 
 
 @dataclass(frozen=True)

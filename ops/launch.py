@@ -153,13 +153,13 @@ def launch(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    pdl: bool | None = None,
+    pdl: bool = True,
 ) -> None:
     """Launch a kernel: its parameters are `args`, then `s` and, if it waits for others, PDL.
 
     args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. warps: of a
     program. stages: loads in flight of a pipelined loop. registers: most of a lane. None: Triton's
-    choice. pdl: launch with programmatic dependent launch; None: where the GPU has it.
+    choice. pdl: launch with programmatic dependent launch where the GPU has it.
     """
     kernel[grid](*args, settings, **launch_options(kernel, args, warps, stages, registers, pdl))
 
@@ -170,7 +170,7 @@ def launch_options(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    pdl: bool | None = None,
+    pdl: bool = True,
 ) -> dict:
     """Return Triton's options for the arguments of `launch`."""
     options: dict = {"num_warps": warps}
@@ -179,7 +179,7 @@ def launch_options(
     if registers and gpu_of(device_of(args)).is_nvidia:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
-        pdl = gpu_has_pdl(device_of(args)) if pdl is None else pdl
+        pdl = pdl and gpu_has_pdl(device_of(args))
         options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     return options
 

@@ -13,6 +13,7 @@ from ops.attention.gqa import attend_tokens
 from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, one_part, takes_queries
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
+from ops.plain.ring import Ring
 from runtime.plain_forms import settings_of, undeclared
 
 KERNELS = "attend_kernel", "merge_kernel"
@@ -93,7 +94,7 @@ class FusedDecodeAttention(Attention):
         """
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks
-        last = context.last if self.cache.is_ring else None
+        last = context.last if isinstance(self.cache, Ring) else None
         return attend_tokens(*tensors, self.settings, reach, last)
 
 

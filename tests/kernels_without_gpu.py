@@ -7,7 +7,7 @@ NAME (default: all):
     grouped    grouped GEMM in every format
     dot4, dot4, few
                GEMV in the 4-bit formats
-    words      products of words by shifts, as GPUs of other makers compute them
+    words      products of words by shifts, and by the instructions of NVIDIA's GPUs
     attend     attention over blocks of an int8 cache; latent attention
     token, token, few
                the fused decode-attention kernel
@@ -52,7 +52,7 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Chunk, Context, KVCache, Mask, ModelArgs, weighted_sum
+from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
 from models import ARCHITECTURES, family_of
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
@@ -71,10 +71,10 @@ from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms
-from ops.plain.attention import attend, causal_bias
+from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, fixed_join, gemv, operands, pipeline, units
+from ops.products import codes, fixed_join, gemv, operands, pipeline, units, words
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
@@ -406,7 +406,7 @@ def add_dot(total: tl.tensor, codes: np.ndarray, x: np.ndarray) -> tl.tensor:
 
 
 def twin(word, x_even, x_odd, even, odd):
-    """Replace `codes._add_word`, whose inline assembly takes four codes at a time.
+    """Replace `codes.dot_nibbles`.
 
     In NumPy: half of these tests' time would pass in Triton's interpreter.
     """
@@ -415,78 +415,82 @@ def twin(word, x_even, x_odd, even, odd):
     return even, add_dot(odd, codes & 0xF0, fields(x_odd, np.int16))
 
 
-def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """Replace `codes._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
+def looked_up_twin(word, x_low, x_high, low, high, table, SIGNED):
+    """Replace `codes.dot_looked_up`: iq4 numbers, or 12 + 2 * number from exponent and mantissa."""
     codes = word.handle.data[..., None] >> np.arange(0, 32, 4)
     exponent, mantissa = codes >> 1 & 3, codes & 1
     twice = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent - 1, 0))
-    values = 12 + np.where(codes & 8 == 0, twice, -twice)
+    values = np.array(IQ4, np.int32)[codes & 15]
+    if not SIGNED:
+        values = 12 + np.where(codes & 8 == 0, twice, -twice)
     low = add_dot(low, values[..., :4], fields(x_low, np.int16))
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
-def bytes_twin(word, x, total):
-    """Replace `codes._add_bytes`, which is inline assembly."""
-    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
+def bytes_twin(word, x, total, SIGNED):
+    """Replace `codes.dot_bytes`."""
+    return add_dot(total, fields(word, np.int8 if SIGNED else np.uint8), fields(x, np.int16))
 
 
 def five_bits_twin(word, high, x_even, x_odd, total, M):
-    """Replace `codes.add_five_bits`."""
+    """Replace `codes.dot_five_bits`."""
     codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 2 * M
     total = add_dot(total, codes & 15 | (above & 1) << 4, fields(x_even, np.int16))
     return add_dot(total, codes >> 4 | (above >> 1 & 1) << 4, fields(x_odd, np.int16))
 
 
 def six_bits_twin(word, high, x_low, x_high, low, high_sum, M):
-    """Replace `codes.add_six_bits`."""
+    """Replace `codes.dot_six_bits`."""
     codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 4 * M
     first, second = codes & 15 | (above & 3) << 4, codes >> 4 | (above >> 2 & 3) << 4
     low = add_dot(low, 4 * (first - 32), fields(x_low, np.int16))
     return low, add_dot(high_sum, 4 * (second - 32), fields(x_high, np.int16))
 
 
-def iq4_twin(word, x_low, x_high, low, high, table):
-    """Replace `codes.add_iq4`."""
-    values = np.array(IQ4, np.int32)[word.handle.data[..., None] >> np.arange(0, 32, 4) & 15]
-    low = add_dot(low, values[..., :4], fields(x_low, np.int16))
-    return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
-
-
 def pair_twin(pair, total):
-    """Replace `operands._add_pair`."""
+    """Replace `operands.add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
+def select_twin(first, second, codes):
+    """Replace `words._select`, which is the instruction prmt."""
+    table = np.concatenate([fields(part, np.int8) for part in (first, second)], -1)
+    code = codes.handle.data[..., None] >> np.arange(0, 16, 4) & 15
+    byte = np.take_along_axis(table, code & 7, -1)
+    data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
+    return tl.tensor(TensorHandle(data, tl.int32), first.type)
+
+
 def replace_four_bits() -> None:
-    """Let the interpreter run products of codes without inline assembly."""
-    codes._add_bytes = bytes_twin
-    codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
-    codes.add_five_bits, codes.add_six_bits, codes.add_iq4 = five_bits_twin, six_bits_twin, iq4_twin
+    """Let the interpreter run products of codes in NumPy."""
+    codes.dot_bytes, codes.dot_nibbles, operands.add_pair = bytes_twin, twin, pair_twin
+    codes.dot_five_bits, codes.dot_six_bits = five_bits_twin, six_bits_twin
+    codes.dot_looked_up = looked_up_twin
 
 
 @triton.jit
-def words_kernel(words, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
+def words_kernel(given, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
     """Multiply words by x as each kind of code does, by the functions that are called there."""
     at = tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
-    word, high = tl.load(words + at), tl.load(words + 64 + at)
+    word, high = tl.load(given + at), tl.load(given + 64 + at)
     x, y = tl.load(numbers + at), tl.load(numbers + 64 + at)
-    low = tl.load(words + 128 + at) >> 4
+    low = tl.load(given + 128 + at) >> 4
     odd = low
     zero = tl.program_id(0)
     if CASE == "bytes":
-        low = codes._add_bytes(word, x, low)
+        low = codes.dot_bytes(word, x, low, True)
     elif CASE == "word":
-        low, odd = codes._add_word(word, x, y, low, odd)
+        low, odd = codes.dot_nibbles(word, x, y, low, odd)
     elif CASE == "e2m1":
-        low, odd = codes._add_e2m1(word, x, y, low, odd, codes.e2m1_table(zero))
+        low, odd = codes.dot_looked_up(word, x, y, low, odd, codes.e2m1_table(zero), False)
     elif CASE == "five":
-        low = codes.add_five_bits(word, high, x, y, low, M)
+        low = codes.dot_five_bits(word, high, x, y, low, M)
     elif CASE == "six":
-        low, odd = codes.add_six_bits(word, high, x, y, low, odd, M)
+        low, odd = codes.dot_six_bits(word, high, x, y, low, odd, M)
     elif CASE == "iq4":
-        low, odd = codes.add_iq4(word, x, y, low, odd, codes.iq4_table(zero))
+        low, odd = codes.dot_looked_up(word, x, y, low, odd, codes.iq4_table(zero), True)
     else:
-        low = operands._add_pair(word, low)
+        low = operands.add_pair(word, low)
     tl.store(out + at, low)
     tl.store(out + 64 + at, odd)
 
@@ -496,13 +500,13 @@ WORDS = {"bytes": 1, "word": 1, "e2m1": 1, "five": 4, "six": 2, "iq4": 1, "pair"
 
 def products_of_words() -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32, generator=random)
+    given = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32, generator=random)
     numbers = torch.randint(-(2**63), 2**63 - 1, (128,), generator=random)
     found = []
     for case, count in WORDS.items():
         for m in range(count):
             out = torch.zeros(128, dtype=torch.int32)
-            words_kernel[(1,)](words, numbers, out, case, m)
+            words_kernel[(1,)](given, numbers, out, case, m)
             found.append(out)
     return found
 
@@ -535,16 +539,23 @@ def different_units() -> list[int]:
 
 
 def different_words() -> list[int]:
-    """Compare what GPUs of other makers compute by shifts with the twins in NumPy.
+    """Compare what GPUs compute, by shifts and by NVIDIA's instructions, with the twins in NumPy.
 
     Return how many of 128 sums differ, of each case.
     """
     by_shifts = products_of_words()
+    instructions = mock.patch.multiple(
+        words, _select=select_twin, dot_bytes=bytes_twin, add_pair=pair_twin
+    )
+    own = mock.patch.multiple(codes, dot_bytes=bytes_twin)
+    pairs = mock.patch.object(operands, "add_pair", pair_twin)
+    with instructions, own, pairs, mock.patch.object(tl.target_info, "is_cuda", lambda: True):
+        by_instructions = products_of_words()
     replace_four_bits()
     twins = products_of_words()
     assert all(len(found.unique()) > 60 for found in twins)
-    different = [int((a != b).sum()) for a, b in zip(by_shifts, twins, strict=True)]
-    return different + different_units()
+    others = zip(by_shifts + by_instructions, twins + twins, strict=True)
+    return [int((a != b).sum()) for a, b in others] + different_units()
 
 
 def dot4_code(case: tuple) -> dict[str, int]:
@@ -1333,7 +1344,7 @@ def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: 
     stored, at = layer.cache.stored(), (context.rope, context.positions)
     x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
     settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
-    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
+    return mla.attend_latent_tokens(x, settings, tile).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
@@ -1371,7 +1382,7 @@ def attend_code() -> dict[str, dict[str, int]]:
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
         q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
         positions = torch.zeros(1, Q, dtype=torch.int64)
-        tensors = q, cache.kv, cache.scale.kv, positions
+        tensors = q, cache.kv, cache.scale, positions
         (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {

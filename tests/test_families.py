@@ -21,6 +21,7 @@ REQUIRED = {
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 32},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 LONGROPE = {
@@ -241,6 +242,21 @@ REFUSED = {
         dict(q_lora_rank=0),
         dict(hidden_act="gelu"),
         dict(rope_scaling={"factor": 2.0, "rope_type": "dynamic"}),
+    ],
+    "Lfm2Moe": [
+        dict(layer_types=None),
+        dict(layer_types=["conv"] * 31),
+        dict(layer_types=["conv"] * 31 + ["sliding_attention"]),
+        dict(conv_L_cache=1),
+        dict(conv_L_cache="3"),
+        dict(conv_bias=0),
+        dict(use_expert_bias=False),
+        dict(num_dense_layers=-1),
+        dict(routed_scaling_factor=0),
+        dict(norm_eps=0),
+        dict(tie_embedding=1),
+        dict(hidden_act="gelu"),
+        dict(rope_parameters={"rope_type": "dynamic"}),
     ],
     "GptOss": [
         dict(sliding_window=0),

@@ -17,11 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.quantizer import pack_modules, plan_format
 from generate import load_model
-from model import Chunk, Context, Experts, KVCache, Mask, swiglu
+from model import Chunk, Context, Experts, KVCache, swiglu
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.gpt_oss import BiasedExpertLinear, clamped_swiglu
 from models.layers.sinks import SinkAttention
-from ops.plain.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use
+from ops.plain.attention import BLOCK, Mask, attend, attend_blocks, attend_chunk, blocks_in_use
 from ops.plain.topk import top_k
 from runtime.sampling import Sampling
 from runtime.session import Session

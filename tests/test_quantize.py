@@ -785,9 +785,10 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
     of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
     assert (of_delta_net if hybrid else set()) == of_delta_net & kept
-    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", *WINDOWED[1:])
+    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe")
+    sigmoid_routed = sigmoid_routed or family in WINDOWED[1:]
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)
-    assert with_norms == ("layers.0.attention.q_norm.weight" in kept)
+    assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
     assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)
     latent = family.startswith("deepseek") or family == "glm4_moe_lite"

@@ -38,13 +38,14 @@ from models.flint import FlintArgs
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
-from models.granitemoe import GraniteMoeArgs
 from models.kolibri1 import Kolibri1Args
 from models.laguna import LagunaArgs
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
+from models.layers.granite import GraniteMoeArgs
 from models.layers.layer_rope import LayerRope, LayerRopeArgs
 from models.layers.yarn import Yarn
+from models.lfm2_moe import Lfm2MoeArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights, number_format
@@ -212,6 +213,21 @@ FAMILIES = {
         shared_intermediate=256,
         routed_scale=1.5,
         rotary_dim=16,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "lfm2_moe": Lfm2MoeArgs(
+        "lfm2_moe",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        qk_norm="head",
+        tied_embeddings=True,
+        full_layers=(1,),
+        conv_channels=256,
+        conv_bias=True,
+        routed_scale=1.5,
         dense_layers=(0,),
         dense_intermediate=512,
     ),
