@@ -82,9 +82,7 @@ class Kolibri1(WindowedFamily):
         return (layer + 1) % 5 == 0
 
     def window_fields(self, c: HFConfig) -> dict:
-        if (
-            c["sliding_window"] is None
-        ):  # transformers rotates full layers then, but cannot run them
+        if c["sliding_window"] is None:  # transformers would rotate full layers, but fails
             c.refuse("sliding_window", "a window is needed")
         return super().window_fields(c)
 

@@ -13,9 +13,12 @@ from model import Chunk, ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
 from runtime.reasoning import CLOSE, OPEN, ThinkSplitter, make_splitter
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
 from server.tools import GlmParser, find_format
 from tp import local_args, shard_problem
 
+GREEDY = Sampling(temperature=0)
 KINDS = ["sliding_attention", "full_attention"]
 ROPE = {
     KINDS[0]: {"rope_type": "default", "rope_theta": 1e4},
@@ -68,6 +71,17 @@ def test_other_models_of_the_family(changes, tmp_path):
     directory, tokens = convert(tmp_path / "hf", dtype="fp32", progress=False), prompt(40)
     want = peer(tokens).logits
     torch.testing.assert_close(all_logits(directory, tokens), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("laguna", "flint", "mellum", "kolibri1"))
+def test_compiled_tokens_are_the_same(name, make_family):
+    """The decode step, and the prompt's pass with padding."""
+    directory, ids = make_family(name).directory, prompt(70)[0].tolist()
+    plain = list(Session(load_model(directory, "cpu"), 160).stream(ids, 12, GREEDY))
+    options = SessionOptions(compile=True, compile_prefill=True, prefill_chunk=64)
+    session = Session(load_model(directory, "cpu"), 160, options)
+    assert list(session.stream(ids, 12, GREEDY)) == plain
 
 
 # Sizes --------------------------------------------------------------------------------------------
