@@ -175,7 +175,8 @@ def sink_attention(heads: int, kv_heads: int, window: int | None, sinks: torch.T
         sliding_window=window,
         full_layers=(),
     )
-    layer = SinkAttention(args, 0)
+    layer = SinkAttention(args)
+    layer.window = window
     layer.sinks.copy_(sinks)
     layer.allocate(1, BLOCK, KVCache, sinks)
     return layer
