@@ -190,10 +190,19 @@ SAME = [
     ("glm4_moe_lite", {"n_shared_experts": 0}),
     ("glm4_moe", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
     ("glm4_moe", {"n_shared_experts": 0}),
+    ("laguna", {"num_attention_heads_per_layer": None, "mlp_layer_types": None}),
+    ("laguna", {"shared_expert_intermediate_size": 48, "partial_rotary_factor": 0.25}),
+    ("laguna", {f"{ROPE}.{TOP}": 7, "sliding_window": 300}),
+    ("mellum", {ROPE: None, "mlp_layer_types": None}),
+    ("mellum", {"layer_types": FULL, f"{ROPE}.sliding_attention": ABSENT}),
+    ("flint", {"mlp_only_layers": None}),
+    ("flint", {"mlp_only_layers": [], "norm_topk_prob": False, "layer_types": None}),
+    ("kolibri1", {"layer_types": FULL}),
+    ("kolibri1", {"layer_types": None, "norm_topk_prob": True}),
 ]
 # Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
 SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
-SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "flint", "kolibri1")
 SCALED += ("lfm2_moe", "minimax_m2", "ernie4_5_moe", "afmoe")
 KINDS = {
     "linear": dict(rope_type="linear", factor=2.5),
@@ -233,6 +242,12 @@ REFUSED = [
     ("gpt_oss", {TOP: True}, f"{TOP} = True"),
     ("granitemoe", {"residual_multiplier": None}, "residual_multiplier = None"),
     ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = None"),
+    ("kolibri1", {"layer_types": FULL, "sliding_window": None}, "sliding_window = None"),
+    ("kolibri1", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+    ("flint", {"layer_types": ["linear_attention"] * 3}, "layer_types = "),
+    ("flint", {"sliding_window": None}, "sliding_window = None"),
+    ("mellum", {"mtp_layer_types": ["full_attention"]}, "mtp_layer_types = ['full_attention']"),
+    ("mellum", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
     ("deepseek_v3", {"head_dim": 16}, "head_dim = 16"),
     ("deepseek_v3", {"attention_bias": 0}, "attention_bias = 0"),
     ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace = None"),
@@ -318,6 +333,7 @@ def test_the_larger_model_says_whether_the_head_is_tied(bases, tmp_path, outer, 
 # positions is not run, and a length beside the rope parameters wins over the one inside.
 UNREAD = {
     "granitemoehybrid": ("mamba_chunk_size", "position_embedding_type", "time_step_limit"),
+    "laguna": ("moe_router_logit_softcapping",),  # 0 is 0.0
     "minimax_m2": ("router_jitter_noise",),
     "mixtral": ("router_jitter_noise",),
     "nemotron_h": (

@@ -161,11 +161,11 @@ def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: t
 @jit
 def _load_gate(qkv, token, head, c, a: tl.constexpr):
     """Load the gate of heads for their numbers c: like token + c, or without c's axis 1 wide."""
-    at = qkv + token * a.projected + a.first_gate + head * a.gate_width
+    C: tl.constexpr = a.head_dim
     if a.head_gate:
-        return tl.load(at)
+        return tl.load(qkv + token * a.projected + a.first_gate + head)
     else:
-        return tl.load(at + c)
+        return tl.load(qkv + (token * (a.projected // C) + a.first_gate // C + head) * C + c)
 
 
 @jit
@@ -308,7 +308,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
     if a.gate != "":
-        gate = _load_gate(qkv, token, head, c[None, :], a)
+        gate = _load_gate(qkv, token, head, c, a)
+        gate = gate if a.head_gate else gate[None, :]
     in_group = head % a.group
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
     part = tl.arange(0, s.padded_parts)
