@@ -94,6 +94,7 @@ def attend_tokens(
     count = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
     partial, sums = numbers.new_empty(count * C), numbers.new_empty(count * 2)
     results = Results(y, partial, sums)
+    options["cluster"] = s.cluster
     launch(attend_kernel, (s.pairs, B, s.parts), *args, results, settings=s, **options)
     if s.parts > 1:
         grid = layer.heads, C // s.columns, B * Q

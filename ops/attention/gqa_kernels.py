@@ -6,6 +6,7 @@
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
+from ops.attention.cluster import merge, open_cluster
 from ops.attention.heads import (
     inverse_rms,
     inverse_rms_of_rows,
@@ -22,10 +23,11 @@ from ops.launch import await_previous, jit, tl
 
 @jit
 def find_parts(positions, sequence, s: tl.constexpr):
-    """Choose how many programs share a sequence's older positions.
+    """Choose how many parts a sequence's older positions have.
 
     Return the position of its first query, the first position that this sees, the end of older
-    positions, and the number of parts. A part is one block as long as there are few parts.
+    positions, and the number of parts. Without clusters a part is one block as long as there are
+    few parts.
     """
     Q: tl.constexpr = s.queries
     WINDOW: tl.constexpr = s.layer.window
@@ -34,17 +36,28 @@ def find_parts(positions, sequence, s: tl.constexpr):
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
         return start, first, start + Q, tl.num_programs(2)
-    blocks = (start - first + BLOCK - 1) // BLOCK
-    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+    if s.cluster > 1:
+        parts = s.parts
+    else:
+        blocks = (start - first + BLOCK - 1) // BLOCK
+        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
     return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
 @jit
-def _find_rows(sequence, program, s: tl.constexpr):
-    """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
+def _find_span(first, end, index, count, s: tl.constexpr):
+    """Return the first and the end of a program's positions, the index-th of `count` programs."""
+    ALIGN: tl.constexpr = s.align
+    share = (end - first + count * ALIGN - 1) // (count * ALIGN) * ALIGN
+    first += index * share
+    return first, tl.minimum(first + share, end), share
+
+
+@jit
+def _find_rows(sequence, program, row, s: tl.constexpr):
+    """Return each row's query, head, token, and whether it is one. Rows are [Q, EACH]."""
     G: tl.constexpr = s.layer.group
     EACH: tl.constexpr = s.each
-    row = tl.arange(0, s.rows)
     query, head = tl.minimum(row // EACH, s.queries - 1), program % s.splits * EACH + row % EACH
     is_row = (row < s.queries * EACH) & (head < G)
     head = program // s.splits * G + tl.minimum(head, G - 1)
@@ -53,9 +66,9 @@ def _find_rows(sequence, program, s: tl.constexpr):
 
 @jit
 def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
-    """Load what `wqkv` does not write: RoPE, norm weights and sinks.
+    """Load what `wqkv` does not write: RoPE and norm weights.
 
-    Return the rotation of queries and of the call's own keys, both norm weights, and sinks.
+    Return the rotation of queries and of the call's own keys, and both norm weights.
     """
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
@@ -79,18 +92,14 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
             q_norm += tl.zeros([M, 1], tl.int32)
             k_norm += tl.zeros([T, 1], tl.int32)
     q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
-    if weights.sinks is not None:
-        sink = tl.load(weights.sinks + head).to(tl.float32)
-    else:
-        sink = 0.0
-    return rotation, own_rotation, q_weight, k_weight, sink
+    return rotation, own_rotation, q_weight, k_weight
 
 
 @jit
 def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     """Load the call's tokens, append their keys and values, and start the softmax with them.
 
-    The first part has the own tokens. The others compute and mask them: a branch would keep their
+    The first program has the own tokens. The others compute and mask them: a branch would keep their
     loads from being in flight with the queries'. The first program of each KV head appends.
 
     Return queries [M, C], row_max, row_sum [M], acc [M, C].
@@ -114,7 +123,7 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
         q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, s.rms_columns)
         k_heads = own + a.heads * C
         k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, s.rms_columns)
-    rotation, own_rotation, q_weight, k_weight, _ = ahead
+    rotation, own_rotation, q_weight, k_weight = ahead
     if weights.q_norm is None:
         q_weight, k_weight = None, None
     key = load_head(own + (a.heads + kv_head) * C, k_weight, k_rms, own_rotation, a)
@@ -145,14 +154,19 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
 
 
 @jit
-def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
-    """Add the block from position `begin` to a softmax, where a row sees it (`add_block`).
+def _add_positions(softmax, queries, block, place, query, BLOCK: tl.constexpr, s):
+    """Add a block, keys and values, to a softmax, where a row sees it (`add_block`).
 
-    start: the first query's position; query [M]: each row's query, that many positions later.
+    place: the block's first position, the end of the program's, and the first query's position;
+    query [M]: each row's query, that many positions later.
     """
+    keys, values = block
+    begin, end, start = place
     key = begin + tl.arange(0, BLOCK)[None, :]
     WINDOW: tl.constexpr = s.layer.window
-    seen = key < start if s.appends else key <= (start + query)[:, None]
+    seen = key < end
+    if not s.appends:
+        seen = seen & (key <= (start + query)[:, None])
     if s.longest > WINDOW:
         seen = seen & (key > (start + query)[:, None] - WINDOW)
     return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
@@ -171,7 +185,7 @@ def _store_heads(y, softmax, sink, gate, at, mask):
 @jit
 def _prefetch_block(cache, begin, end, s: tl.constexpr):
     """Prefetch keys and values from position `begin` on into L2."""
-    count = tl.minimum(end - begin, s.tile.block)
+    count = tl.minimum(end - begin, s.tile.ahead)
     if s.ring > 0:  # up to the ring's end
         R: tl.constexpr = s.ring
         begin %= R
@@ -189,28 +203,39 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
 
     cache: keys, their scales, values, their scales, of the program's KV head.
     """
-    sequence, program, part, parts, start, first, end, stored = place
+    sequence, program, part, parts, index, start, first, end, stored, buffer = place
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
-    first += part * BLOCK
+    R: tl.constexpr = s.stored_rows
+    N: tl.constexpr = s.cluster
+    LOOPS: tl.constexpr = s.loops and s.tile.block == BLOCK
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
-    if PDL and s.loops and s.tile.block == BLOCK:
-        _prefetch_block(cache, first + parts * BLOCK, end, s)
-    rows = _find_rows(sequence, program, s)
+    if PDL and LOOPS:
+        _prefetch_block(cache, first + BLOCK, end, s)
+    rows = _find_rows(sequence, program, tl.arange(0, M), s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
+    if N > 1:  # of the numbers that the program merges
+        i = tl.arange(0, R * (C // N))
+        _, out_head, out_token, is_out = _find_rows(sequence, program, i // (C // N), s)
+        out_c = (index % N * (C // N) + i % (C // N))[:, None]
+    else:
+        out_head, out_token, is_out, out_c = head, token, is_row, c
     if s.appends:
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
-        sink = ahead[4] if weights.sinks is not None else None
+        if weights.sinks is not None:
+            sink = tl.load(weights.sinks + out_head).to(tl.float32)[:, None]
+        else:
+            sink = None
         await_previous(PDL)
         if a.gated:
-            gates = qkv + (token * a.projected + a.first_gate + head)[:, None] * C
-            gate = tl.load(gates + c)
+            gates = qkv + (out_token * a.projected + a.first_gate + out_head)[:, None] * C
+            gate = tl.load(gates + out_c)
         else:
             gate = None
-        call = sequence, program, part, start, stored
+        call = sequence, program, index, start, stored
         x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
         x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
@@ -218,37 +243,52 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         acc = tl.zeros([M, C], tl.float32)
     queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
     softmax = row_max, row_sum, accs
-    softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
+    place = first, end, start
+    softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     STAGES: tl.constexpr = s.tile.stages
-    if s.loops and s.tile.block == BLOCK:
-        for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
+    if LOOPS:
+        for begin in tl.range(first + BLOCK, end, BLOCK, num_stages=STAGES):
             keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK, s.ring)
             values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK, s.ring)
-            softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
+            place = begin, end, start
+            softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
+    if N > 1:
+        row_max, row_sum, acc = merge((row_max, row_sum, acc), buffer, index % N, R, N)
+        i = i // (C // N)
+    else:
+        row_max, row_sum = row_max[:, None], row_sum[:, None]
+        i = tl.arange(0, M)
+    is_out = is_out[:, None]
     if s.appends and parts == 1:
-        heads = (token * a.heads + head)[:, None] * C + c
-        final = row_max[:, None], row_sum[:, None], acc
-        sinks = sink[:, None] if weights.sinks is not None else None
-        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None])
+        heads = (out_token * a.heads + out_head)[:, None] * C + out_c
+        _store_heads(results.y, (row_max, row_sum, acc), sink, gate, heads, is_out)
     elif s.parts > 1 or not s.appends:
-        at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
-        tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
-        tl.store(results.sums + at * 2, row_max, mask=is_row)
-        tl.store(results.sums + at * 2 + 1, row_sum, mask=is_row)
+        at = (((sequence * s.pairs + program) * s.parts + part) * R + i)[:, None]
+        tl.store(results.partial + at * C + out_c, acc, mask=is_out)
+        is_out = is_out & (out_c == 0) if N > 1 else is_out
+        tl.store(results.sums + at * 2, row_max, mask=is_out)
+        tl.store(results.sums + at * 2 + 1, row_sum, mask=is_out)
 
 
-# Grid [K * SPLITS, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a KV
-# head, over every `parts`-th block of older positions. Row r is query r // EACH of head r % EACH.
-# Programs of the first parts start first: the others may have nothing to do.
+# Grid [K * SPLITS * N, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a
+# KV head, over a share of older positions. Row r is query r // EACH of head r % EACH. N neighbors
+# are a cluster, which has one part. Programs of the first parts start first: the others may have
+# nothing to do.
 @jit
 def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr):
+    N: tl.constexpr = s.cluster
     program, part = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
     start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
+    CODE: tl.constexpr = s.buffer
+    buffer = open_cluster(part, CODE) if N > 1 else 0
+    index = part * N + program % N
+    program = program // N
+    first, end, share = _find_span(first, end, index, parts * N, s)
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
     else:
@@ -261,10 +301,9 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
         scales = None, None
     keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
-    place = sequence, program, part, parts, start, first, end, count_stored
+    place = sequence, program, part, parts, index, start, first, end, count_stored, buffer
     BLOCK: tl.constexpr = s.tile.block
-    count = end - first
-    is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)
+    is_wide = ((share > BLOCK) & (share <= 2 * BLOCK)).to(tl.int32)
     BODIES: tl.constexpr = s.bodies
     for WIDE in tl.static_range(BODIES):
         if is_wide == WIDE or BODIES == 1:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.attention.cluster import buffer_code
 from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
 
 FEWEST_ROWS = 16  # that tensor cores multiply
@@ -114,7 +115,12 @@ class Tile:
 
     block: int  # positions at once
     stages: int  # blocks in flight, and the one in use
-    wide: bool = False  # read two blocks as one, where one part has more than one and up to two
+    wide: bool = False  # read two blocks as one, where a program has more than one and up to two
+    prefetch: int = 0  # positions behind the first block that are prefetched into L2; 0: a block
+
+    @property
+    def ahead(self) -> int:
+        return self.prefetch or self.block
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class KernelSettings:
     int8: bool = False
     appends: bool = True  # q is raw, and its own keys are not yet in the cache
     one_part: int = 0  # positions up to which there is one part
+    cluster: int = 1  # N: programs of a part
 
     @property
     def splits(self) -> int:
@@ -184,7 +191,17 @@ class KernelSettings:
         """Whether a program may have more than its first block, so that it has a loop."""
         own = 0 if self.appends else self.queries
         longest = min(self.longest, self.layer.window + self.align - 2 + own)
+        if self.cluster > 1:
+            of_one = min(longest, self.one_part) if self.parts > 1 else longest
+            longest = max(-(-of_one // self.cluster), -(-longest // (self.cluster * self.parts)))
+            longest = -(-longest // self.align) * self.align
         return longest > self.tile.block * self.bodies
+
+    @property
+    def buffer(self) -> str:
+        """PTX of the buffer of a cluster's exchange."""
+        C = self.layer.head_dim
+        return buffer_code(4 * self.stored_rows * (C + 2 * self.cluster))
 
     @property
     def ring(self) -> int:
