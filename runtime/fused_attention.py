@@ -29,6 +29,8 @@ class FusedDecodeAttention(Attention):
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
+        # The next layer's, of the same shape: its cache is prefetched.
+        self.following: tuple[FusedDecodeAttention, ...] = ()
         self.sinks, self.projection = additions.sinks, additions.projection
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
         self.gated = additions.gated
@@ -92,7 +94,10 @@ class FusedDecodeAttention(Attention):
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks
         last = context.last if self.cache.is_ring else None
-        return attend_tokens(*tensors, self.settings, reach, last)
+        following = None
+        if self.following:
+            following = self.following[0].cache.stored()[0]
+        return attend_tokens(*tensors, self.settings, reach, last, following)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

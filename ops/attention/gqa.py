@@ -61,6 +61,7 @@ def attend_tokens(
     settings: str,
     reach: int | None = None,
     last: Tensor | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their keys and values -> [B, Q, H * C].
 
@@ -83,7 +84,11 @@ def attend_tokens(
         cache=(cache, (2, rows, K, S, C)),
     )
     y = qkv.new_empty(B, Q, layer.heads * C)
-    stored = Stored(cache if scales is None else cache.view(torch.int16), scales)
+    stored = Stored(cache, scales, following)
+    if scales is not None:
+        stored = Stored(*(x if x is None else x.view(torch.int16) for x in stored))._replace(
+            scales=scales
+        )
     weights, qkv = HeadWeights(q_norm, k_norm, sinks), qkv.contiguous()
     numbers = qkv.new_empty(0, dtype=torch.float32)
     args = qkv, rope, Place(positions, last), weights, stored
@@ -104,7 +109,18 @@ def attend_tokens(
 
 @attend_tokens.register_fake
 def _(
-    qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None, last=None
+    qkv,
+    rope,
+    positions,
+    cache,
+    scales,
+    q_norm,
+    k_norm,
+    sinks,
+    settings,
+    reach=None,
+    last=None,
+    following=None,
 ) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)

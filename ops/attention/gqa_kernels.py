@@ -183,25 +183,28 @@ def _store_heads(y, softmax, sink, gate, at, mask):
 
 
 @jit
-def _prefetch_block(cache, begin, end, s: tl.constexpr):
-    """Prefetch keys and values from position `begin` on into L2."""
-    count = tl.minimum(end - begin, s.tile.ahead)
+def _prefetch_span(keys, values, begin, end, COUNT: tl.constexpr, s: tl.constexpr):
+    """Prefetch keys and values from position `begin` on into L2, COUNT at most."""
+    count = tl.minimum(end - begin, COUNT)
     if s.ring > 0:  # up to the ring's end
         R: tl.constexpr = s.ring
         begin %= R
         count = tl.minimum(count, R - begin)
     if count > 0:
-        row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(cache[0] + begin * s.width, count * row_bytes)
-        prefetch(cache[2] + begin * s.width, count * row_bytes)
+        row_bytes: tl.constexpr = s.width * (keys.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(keys + begin * s.width, count * row_bytes)
+        prefetch(values + begin * s.width, count * row_bytes)
 
 
 # One function: its speed depends on the order of waits and loads. A reader should see it whole.
 @jit
-def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
+def _attend_part(
+    qkv, rope, weights, cache, following, results, place, BLOCK: tl.constexpr, s, PDL
+):
     """Compute a program of `attend_kernel`, in blocks of BLOCK positions; one block, if it is wide.
 
-    cache: keys, their scales, values, their scales, of the program's KV head.
+    cache: keys, their scales, values, their scales, of the program's KV head. following: keys and
+    values of the next layer's.
     """
     sequence, program, part, parts, index, start, first, end, stored, buffer = place
     a: tl.constexpr = s.layer
@@ -213,7 +216,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
     if PDL and LOOPS:
-        _prefetch_block(cache, first + BLOCK, end, s)
+        _prefetch_span(cache[0], cache[2], first + BLOCK, end, s.tile.ahead, s)
     rows = _find_rows(sequence, program, tl.arange(0, M), s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
@@ -230,6 +233,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         else:
             sink = None
         await_previous(PDL)
+        if PDL and s.following > 0 and s.follow_early and following[0] is not None:
+            _prefetch_span(following[0], following[1], first, end, s.following, s)
         if a.gated:
             gates = qkv + (out_token * a.projected + a.first_gate + out_head)[:, None] * C
             gate = tl.load(gates + out_c)
@@ -254,6 +259,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
             softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
+    if PDL and s.following > 0 and not s.follow_early and following[0] is not None:
+        _prefetch_span(following[0], following[1], first, end, s.following, s)
     if N > 1:
         row_max, row_sum, acc = merge((row_max, row_sum, acc), buffer, index % N, R, N)
         i = i // (C // N)
@@ -299,7 +306,12 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
         scales = stored.scales + keys, stored.scales + values
     else:
         scales = None, None
-    keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
+    keys, values = keys * s.width, values * s.width
+    if stored.following is not None:
+        following = stored.following + keys, stored.following + values
+    else:
+        following = None, None
+    keys, values = stored.entries + keys, stored.entries + values
     cache = keys, scales[0], values, scales[1]
     place = sequence, program, part, parts, index, start, first, end, count_stored, buffer
     BLOCK: tl.constexpr = s.tile.block
@@ -308,7 +320,7 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     for WIDE in tl.static_range(BODIES):
         if is_wide == WIDE or BODIES == 1:
             SIZE: tl.constexpr = BLOCK * (1 + WIDE)
-            _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
+            _attend_part(qkv, rope, weights, cache, following, results, place, SIZE, s, PDL)
 
 
 # Grid [H, C / COLUMNS, B * Q]: a program merges COLUMNS numbers of one query's head, if it has

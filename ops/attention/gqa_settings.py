@@ -94,11 +94,13 @@ class Place(NamedTuple):
 class Stored(NamedTuple):
     """A KV cache [2, rows, K, S, C], of which the first B rows are used.
 
-    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16.
+    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16. following:
+    entries of the next layer's cache, of the same shape and type.
     """
 
     entries: Tensor
     scales: Tensor | None
+    following: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -141,6 +143,8 @@ class KernelSettings:
     appends: bool = True  # q is raw, and its own keys are not yet in the cache
     one_part: int = 0  # positions up to which there is one part
     cluster: int = 1  # N: programs of a part
+    following: int = 0  # positions of the next layer's cache that a program prefetches into L2
+    follow_early: bool = False
 
     @property
     def splits(self) -> int:
