@@ -145,6 +145,7 @@ class KernelSettings:
     cluster: int = 1  # N: programs of a part
     following: int = 0  # positions of the next layer's cache that a program prefetches into L2
     follow_early: bool = False
+    few: int = 0
 
     @property
     def splits(self) -> int:
@@ -174,6 +175,8 @@ class KernelSettings:
     @property
     def few_parts(self) -> int:
         """Parts of one block, at most."""
+        if self.few:
+            return self.few
         return FEW_PARTS if self.queries == 1 and not self.int8 else MAX_PARTS
 
     @property
