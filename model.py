@@ -27,21 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.inductor import materialize
-from ops.plain.attention import (
-    BLOCK,
-    attend,
-    attend_blocks,
-    attend_chunk,
-    blocks_in_use,
-    causal_bias,
-)
-from ops.plain.ring import append_chunk, append_to_ring, cache_slots, ring_positions
+from ops.plain.attention import Mask, attend, attend_blocks, attend_chunk, make_mask
+from ops.plain.ring import cache_slots, ring_of
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 from ops.plain.topk import top_k
 from ops.products.prompt import grouped_mm
 
-# Up to this cache length, reading the whole cache is faster than finding the blocks in use.
-SHORT_CACHE = 1024
 # Up to this number of tokens, experts are sorted by counting: one or two kernels, where a sort is
 # more. runtime/session.py pads compiled prompts to more tokens, so that all take the other branch.
 COUNTING_SORT_MAX_TOKENS = 32
@@ -313,15 +304,6 @@ class Chunk(NamedTuple):
     end: int  # position after the chunk's last token
 
 
-class Mask(NamedTuple):
-    """The cache positions that each query of a call attends to."""
-
-    bias: Tensor  # [B, Q, S], 0 where a query attends, else -inf
-    # The cache's blocks of BLOCK positions: how many are in use, int32 [B, 1, 1], and all block
-    # indices, int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
-    blocks: tuple[Tensor, Tensor] | None = None
-
-
 class Context(NamedTuple):
     """Inputs that all blocks of one call share. A chunk has no positions and no masks."""
 
@@ -336,11 +318,8 @@ class KVCache(nn.Module):
     """Keys, then values, [2, B, K, S, C], written in place at each sequence's own positions.
 
     It implements the protocol of runtime/sequence_state.py. Tokens past a sequence's known length
-    need no undoing: positions rise, so they are masked until they are overwritten. A layer with a
-    sliding window keeps fewer positions than a long sequence has, in a ring (ops/plain/ring.py).
+    need no undoing: positions rise, so they are masked until they are overwritten.
     """
-
-    is_ring = False
 
     def __init__(
         self,
@@ -359,22 +338,20 @@ class KVCache(nn.Module):
         Fewer sequences than the cache has rows are its first. A chunk gets the keys and values of
         its own sequence up to its end, [K, end, C] each, or the latest of them.
         """
+        return self.write(self.kv, kv, context).unbind()
+
+    def write(self, memory: Tensor, values: Tensor, context: Context) -> Tensor:
+        """Do what `append` does for one of the cache's tensors, [2, B, K, S, C]."""
         if context.chunk is None:
             lengths = [mask.bias.shape[-1] for mask in (context.masks or {}).values()]
-            length = max(lengths, default=None)
-            if self.is_ring:
-                place = context.positions, context.last
-                return append_to_ring(self.kv, kv, *place, length).unbind()
-            rows = torch.arange(kv.shape[0], device=kv.device)
-            self.kv[:, rows.unsqueeze(1), :, context.positions] = kv
-            return self.kv[:, : kv.shape[0], :, :length].unbind()
+            rows = torch.arange(values.shape[0], device=values.device)
+            memory[:, rows.unsqueeze(1), :, context.positions] = values
+            return memory[:, : values.shape[0], :, : max(lengths, default=None)]
         row, end = context.chunk
-        if self.is_ring:
-            return append_chunk(self.kv, kv, row, end, context.last).unbind()
-        self.kv[:, row, :, torch.arange(end - kv.shape[1], end, device=kv.device)] = kv[0]
-        live = self.kv[:, :, :, :end]
-        live = live if self.kv.shape[1] == 1 else live.index_select(1, row)
-        return live.squeeze(1).unbind()
+        own = torch.arange(end - values.shape[1], end, device=values.device)
+        memory[:, row, :, own] = values[0]
+        live = memory[:, :, :, :end]
+        return (live if memory.shape[1] == 1 else live.index_select(1, row)).squeeze(1)
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """Return the stored tensor, and its scales if it is quantized."""
@@ -392,8 +369,8 @@ class KVCache(nn.Module):
         return attend_blocks(q, k, v, context.positions, blocks, window, **options)
 
     def recurrent(self, row: int) -> list[Tensor]:
-        """Return a row's state that cannot go back to any length: a ring, else nothing."""
-        return self.row(row) if self.is_ring else []
+        """Return the part of a row's memory that cannot go back to any length: none."""
+        return []
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [..., S, values of a position]."""
@@ -426,11 +403,13 @@ class Attention(nn.Module):
     def allocate(
         self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
     ) -> KVCache:
-        """Make this layer's cache, in the dtype and on the device of `like`, and return it."""
+        """Make this layer's cache, in the dtype and on the device of `like`, and return it.
+
+        It is a ring if a sliding window is shorter than `length`.
+        """
         (_, K, C), slots = self.heads, cache_slots(length, self.window)
+        cache_class = ring_of(cache_class) if slots < length else cache_class
         self.cache = cache_class((batch, K, slots, C), like.dtype, like.device)
-        for cache in self.cache.modules():  # a quantized cache has one of scales
-            cache.is_ring = slots < length
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -597,17 +576,7 @@ class Transformer(nn.Module):
 
     def mask(self, positions: Tensor, window: int | None) -> Mask:
         """Return the mask of queries at positions [B, Q]. window: of sliding attention, or None."""
-        length, blocks, keys = self.rope_table.shape[0], None, None
-        slots, is_eager = cache_slots(length, window), not torch.compiler.is_compiling()
-        is_ring = slots < length
-        if positions.device.type == "cpu" and is_eager:
-            length = int(positions.max()) + 1  # the host knows how much of the cache is in use
-        if slots > SHORT_CACHE and slots % BLOCK == 0 and positions.is_cuda and not is_eager:
-            blocks = blocks_in_use(positions, slots, window)
-        if is_ring:
-            keys = ring_positions(positions, slots, length)
-        dtype = self.embedding.weight.dtype
-        return Mask(causal_bias(positions, length, window, dtype, keys), blocks)
+        return make_mask(positions, self.rope_table.shape[0], window, self.embedding.weight.dtype)
 
     def logits(self, normed: Tensor, last: Tensor | None) -> Tensor:
         """Normed x [B, Q, D] -> fp32 logits [B, V] of query last [B]; None: of all [B, Q, V]."""

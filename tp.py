@@ -27,7 +27,7 @@ from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
 from models.layers.sandwich import Branches, SandwichAddNorm
-from models.row_shards import local_format, range_shards, table_key
+from models.row_shards import local_format, range_shards, shard_of
 from ops.declared import NoAdditions, SumAdditions
 from ops.products.join import NormRouter
 from ops.products.weights import Weight
@@ -227,7 +227,7 @@ class ShardedExperts(Experts):
 
 
 def shard_table(args: ModelArgs, parallel: str) -> dict[str, Shard]:
-    """Return module name (`table_key`) -> Shard. Weights of other modules are replicated."""
+    """Return module name (`shard_of`) -> Shard. Weights of other modules are replicated."""
     table = family_of(args).shard_table(args)
     if parallel == "expert":
         for name in ("ffn.experts.w13", "ffn.experts.w2"):
@@ -279,7 +279,7 @@ def shard_problem(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
     table = shard_table(args, parallel)
     ranges = range_shards(table, format)
     for path, spec in format.get("modules", {}).items():
-        shard = ranges.get(path) or table.get(table_key(path))
+        shard = ranges.get(path) or shard_of(table, path)
         if why := group_problem(path, spec, shard, ranks):
             return why
     return None
@@ -311,7 +311,7 @@ def sharded_format(
     """Return a checkpoint's format with the largest groups that divide the shards."""
     modules = {}
     for path, spec in format.get("modules", {}).items():
-        shard = (ranges or {}).get(path) or table.get(table_key(path))
+        shard = (ranges or {}).get(path) or shard_of(table, path)
         lengths = grouped_lengths(path, spec, shard, ranks)
         modules[path] = spec | {"group_size": gcd(spec["group_size"], *lengths)}
     return format | {"modules": match_shared_experts(modules)}
@@ -348,7 +348,11 @@ def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
         return args
     inner = args.intermediate if parallel == "expert" else args.intermediate // ranks
     kv_heads = family_of(args).kv_head_fields
-    sharded = {name: getattr(args, name) // ranks for name in family_of(args).sharded_fields}
+    fields = {name: getattr(args, name) for name in family_of(args).sharded_fields}
+    sharded: dict = {
+        name: tuple(n // ranks for n in each) if isinstance(each, tuple) else each // ranks
+        for name, each in fields.items()
+    }
     sharded |= {name: max(1, getattr(args, name) // ranks) for name in kv_heads}
     return replace(
         args,
@@ -437,7 +441,7 @@ class ModelShard:
         """
         path = name.rpartition(".")[0]
         index = None if expert is None else (slice(expert, expert + 1),)
-        shard = self.ranges.get(path) or self.table.get(table_key(path))
+        shard = self.ranges.get(path) or shard_of(self.table, path)
         if self.ranks == 1 or shard is None:
             return source.read(name, index, device)
         regrouping = self.regroupings.get(path) if not name.endswith(".bias") else None

@@ -13,7 +13,8 @@ from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
 from model import ModelArgs
-from models.layers.gated_delta_net import DeltaState
+from models.layers.pending_state import PendingState
+from models.layers.short_conv import ShortConv
 from models.random_weights import (
     RandomWeights,
     free_memory,
@@ -141,10 +142,11 @@ def cache_in_use(session: Session, position: int) -> int:
     """Return the bytes of all layers' states that a token at this position reads."""
     used = 0
     for block, state in zip(session.model.layers, session.states, strict=True):
-        if isinstance(state, DeltaState):  # the same at every position
+        if isinstance(state, PendingState):  # the same at every position
             used += state.state.nbytes + state.window.nbytes
             continue
-        window: int | None = block.attention.window
+        convolved = isinstance(block.attention, ShortConv)
+        window: int | None = block.attention.width if convolved else block.attention.window
         visible = min(position, window or position)
         used += state.nbytes * visible // state.kv.shape[-2]
     return used

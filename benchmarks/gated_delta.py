@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
-from models.layers.gated_delta_net import MAX_TENTATIVE
+from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.attention.delta_prompt import (

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
-from model import Attention, Context, KVCache, Mask, ModelArgs
+from model import Attention, Context, KVCache, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
 from ops.attention import gqa_settings
@@ -35,7 +35,7 @@ from ops.attention.gqa_settings import (
     decode_settings,
     divide,
 )
-from ops.plain.attention import causal_bias
+from ops.plain.attention import Mask, causal_bias
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 
 MAX_LAYERS, MAX_BYTES = 16, 8 << 30

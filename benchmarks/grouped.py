@@ -25,7 +25,8 @@ from formats import FORMATS, PLAIN
 from formats.packed import Packed
 from model import ExpertLinear, ModelArgs
 from models.random_weights import architecture
-from ops.products.prompt import PromptTile, choose_prompt_tile, grouped_gemm
+from ops.products.prompt import choose_prompt_tile, grouped_gemm
+from ops.products.prompt_weights import PromptTile
 
 TILE = tuple(field.name for field in fields(PromptTile))
 REPEATS = 5
@@ -110,7 +111,7 @@ def build_parser() -> Parser:
     add("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
     add("--best", type=int, default=1, metavar="N", help="print the best N of each")
     for name in TILE:
-        add(f"--{name}", type=int, nargs="+", help="see ops.products.prompt.PromptTile")
+        add(f"--{name}", type=int, nargs="+", help="see ops.products.prompt_weights.PromptTile")
     return parser
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from formats.kv_cache import KV_CACHES
-from model import SHORT_CACHE, Context, KVCache, Mask, ModelArgs
+from model import Context, KVCache, ModelArgs
 from models import build_model
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import architecture, first_layers
@@ -27,7 +27,7 @@ from ops.attention import mla, softmax
 from ops.attention.mla_settings import Tile
 from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
-from ops.plain.attention import BLOCK, blocks_in_use, causal_bias
+from ops.plain.attention import BLOCK, SHORT_CACHE, Mask, blocks_in_use, causal_bias
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import choose_attention
 

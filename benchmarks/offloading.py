@@ -4,8 +4,11 @@
 
 The weights are random. --routing says which experts are chosen: as the random weights do; with the
 reuse that others report of text, a quarter of the experts having two thirds of the hits; or, for 8
-experts, by the embedded model's scores on its held-out text. --check compares logits with those of
-resident experts first.
+experts, by the embedded model's scores on its held-out text. --check compares logits first: with
+those of resident experts; if routing is replayed, with the first row's.
+
+--layers 4 12 measures both numbers of layers and adds up the rest of the model: a step's seconds
+grow by as much for each layer. A model that is larger than the machine's memory is measured so.
 
 A run's bound is the longer of two times: a step with all experts on the GPU, and the bytes that
 missed at the joint bandwidth of copies and CPU products. All are measured.
@@ -14,7 +17,7 @@ missed at the joint bandwidth of copies and CPU products. All are measured.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 
@@ -75,26 +78,34 @@ class ReplayedRouting:
     The router's kernels run too. A step finds the choice in a buffer, which is set between steps.
     """
 
-    def __init__(self, scores: Tensor, active: int, layers: int, device: torch.device):
-        """scores [L, steps, E]: of layer n mod L; the same ones come shifted each time round."""
+    def __init__(
+        self, scores: Tensor, active: int, layers: int, device: torch.device, together: int = 1
+    ):
+        """scores [L, steps, E]: of layer n mod L; the same ones come shifted each time round.
+
+        together: tokens of a step, consecutive ones.
+        """
         turns = [
             scores[n % len(scores)].roll(REPLAY_SHIFT * (n // len(scores)), 0)
             for n in range(layers)
         ]
         best, indices = torch.stack(turns, 1).topk(active)
         self.indices, self.weights = indices.to(device), best.float().softmax(-1).to(device)
-        self.now = self.indices[0].clone(), self.weights[0].clone()  # [layers, A]
-        self.step = 0
+        self.together, self.step = together, 0
+        shape = layers, together, active
+        self.now = self.indices.new_zeros(shape), self.weights.new_zeros(shape)
+        self.advance()
 
     def advance(self) -> None:
-        """Set the choice of the next step."""
-        self.step = (self.step + 1) % len(self.indices)
+        """Set the choice of the next step's tokens."""
+        steps = [(self.step + n) % len(self.indices) for n in range(self.together)]
+        self.step = (steps[-1] + 1) % len(self.indices)
         for now, table in zip(self.now, (self.indices, self.weights), strict=True):
-            now.copy_(table[self.step])
+            now.copy_(table[steps].transpose(0, 1))
 
-    def replace(self, session: Session) -> None:
+    def replace(self, runner: object) -> None:
         """Replace the choice of all layers. Raises ValueError unless the fused kernels run."""
-        layers = getattr(session.runner, "layers", {})
+        layers = getattr(runner, "layers", {})
         if len(layers) != len(self.now[0]):
             raise ValueError("--routing: routing is replayed with the fused kernels alone")
         for n, layer in enumerate(layers.values()):
@@ -102,7 +113,7 @@ class ReplayedRouting:
 
     def choose(self, own: Callable, layer: int, scores: Tensor) -> tuple[Tensor, Tensor]:
         own(scores)
-        return self.now[0][layer : layer + 1], self.now[1][layer : layer + 1]
+        return tuple(table[layer, : len(scores)] for table in self.now)
 
 
 def embedded_scores(steps: int) -> Tensor:
@@ -146,20 +157,29 @@ def link_bandwidth(host: Tensor, device: torch.device, repeats: int = 5) -> floa
 
 
 def decode_speed(
-    model: Transformer, tokens: int, kernels: str, routing: ReplayedRouting | None = None
+    model: Transformer,
+    tokens: int,
+    kernels: str,
+    routing: ReplayedRouting | None = None,
+    together: int = 1,
 ) -> tuple[float, dict, float]:
-    """Return steps/s after WARM_UP others, what was copied in them, and the time to compile."""
+    """Return steps/s after WARM_UP others, what was copied in them, and the time to compile.
+
+    together: sequences that are continued side by side.
+    """
     start = time.perf_counter()
-    options = SessionOptions(compile=True, decode_kernels=kernels)
+    options = SessionOptions(batch=together, compile=True, decode_kernels=kernels)
     session = Session(model, 16 + WARM_UP + tokens, options)
+    session.short_chunks = ()  # the compiler would take half a minute for a captured prompt
     advance = lambda: None  # noqa: E731
     if routing is not None:
-        routing.replace(session)
+        routing.replace(session.runner)
         advance = routing.advance
-    prompt, sampling = random_prompt(model.args, 8), Sampling(seed=0)
-    compiled = [time.perf_counter() - start for _ in session.stream(prompt, 2, sampling)][-1]
+    prompts = [random_prompt(model.args, 8, seed) for seed in range(together)]
+    sampling = Sampling(seed=0)
+    compiled = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)][-1]
     session.reset()
-    stream = session.stream(prompt, WARM_UP + tokens, sampling)
+    stream = session.stream_all(prompts, WARM_UP + tokens, sampling)
     for _ in range(WARM_UP):
         next(stream)
         advance()
@@ -171,13 +191,20 @@ def decode_speed(
     return rate, expert_traffic(model, before, tokens) if before else {}, compiled
 
 
-def check_logits(model: Transformer, kernels: str) -> Tensor:
+def check_logits(
+    model: Transformer, kernels: str, routing: ReplayedRouting | None = None
+) -> Tensor:
     """Return the logits [CHECKED, V] of tokens that are given one by one."""
     model.setup_cache(1, 256)
     device = model.norm.weight.device
     runner, found = choose_runner(model, kernels)(model), []
+    if routing is not None:
+        routing.step = 0
+        routing.replace(runner)
     with torch.inference_mode():
         for n, token in enumerate(random_prompt(model.args, CHECKED)):
+            if routing is not None:
+                routing.advance()
             ids = torch.tensor([[token]], device=device), torch.tensor([[n]], device=device)
             last = torch.zeros(1, dtype=torch.int64, device=device)
             found.append(model(*ids, last, runner=runner).float().flatten())
@@ -206,13 +233,18 @@ class Measurement:
         self.device = pick_device("auto")
         source = RandomWeights(args, number_format(options.mode, args))
         self.source = CachedExperts(source, self.device)
-        self.routing: ReplayedRouting | None = None
-        if options.routing != "random":
-            text = options.routing == "text"
-            scores = embedded_scores(REPLAYED) if text else walking_scores(REPLAYED, args.n_expert)
-            layers = args.n_layer - len(args.dense_layers)
-            self.routing = ReplayedRouting(scores, args.n_active, layers, self.device)
-        self.logits: Tensor | None = None
+        self.routings = {name: self.make_routing(name) for name in options.routing}
+        self.logits: dict[str, Tensor] = {}  # by routing
+
+    def make_routing(self, name: str) -> ReplayedRouting | None:
+        """Return one of ROUTINGS; None: as the random weights choose."""
+        if name == "random":
+            return None
+        args = self.args
+        made = name == "reuse"
+        scores = walking_scores(REPLAYED, args.n_expert) if made else embedded_scores(REPLAYED)
+        layers = args.n_layer - len(args.dense_layers)
+        return ReplayedRouting(scores, args.n_active, layers, self.device, self.options.together)
 
     def load(self, compute: str | None) -> Transformer:
         """Return the model, offloaded or, with None, resident."""
@@ -225,30 +257,40 @@ class Measurement:
         """Return steps/s with all experts on the device, and the time to compile."""
         model, options = self.load(None), self.options
         if options.check:
-            self.logits = check_logits(model, options.decode_kernels)
-        self.resident_rate, _, compiled = decode_speed(
-            model, options.tokens, options.decode_kernels
-        )
+            self.logits["random"] = check_logits(model, options.decode_kernels)
+        how = options.tokens, options.decode_kernels, None, options.together
+        self.resident_rate, _, compiled = decode_speed(model, *how)
         return self.resident_rate, compiled
 
-    def row(self, compute: str) -> tuple[dict, str]:
-        """Measure a row of COMPUTE -> its figures, and the times of loading and compiling."""
-        options, start = self.options, time.perf_counter()
+    def rows(self, compute: str) -> Iterator[tuple[dict, str]]:
+        """Yield the figures of each routing, and the times of loading and compiling."""
+        start = time.perf_counter()
         model = self.load(compute)
-        loaded, figures = time.perf_counter() - start, {"compute": compute}
-        layer = offloaded_layers(model)[0]
-        if self.logits is not None:
-            error = check_logits(model, options.decode_kernels) - self.logits
-            figures["logit_error"] = (error.norm() / self.logits.norm()).item()
-        how = options.tokens, options.decode_kernels, self.routing
+        loaded = time.perf_counter() - start
+        for name, routing in self.routings.items():
+            figures = {"compute": compute, "routing": name}
+            if self.options.check:
+                logits = check_logits(model, self.options.decode_kernels, routing)
+                want = self.logits.setdefault(name, logits)
+                figures["logit_error"] = ((logits - want).norm() / want.norm()).item()
+            speed, compiled = self.speed(model, routing)
+            times = f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
+            yield figures | speed, times
+
+    def speed(
+        self, model: Transformer, routing: ReplayedRouting | None
+    ) -> tuple[dict[str, float], float]:
+        """Return a row's figures, and the time to compile."""
+        options, layer = self.options, offloaded_layers(model)[0]
+        how = options.tokens, options.decode_kernels, routing, options.together
         rate, traffic, compiled = decode_speed(model, *how)
         link = link_bandwidth(layer.storage.blobs, self.device)
-        nbytes, tokens = layer.storage.blobs.shape[1], options.tokens
-        on_cpu = traffic["on_cpu"] * nbytes / tokens
+        nbytes = layer.storage.blobs.shape[1]
+        on_cpu = traffic["on_cpu"] * nbytes / options.tokens
         copied = traffic["bytes_moved_per_token"]
-        figures |= {
+        figures = {
             "slots": options.gpu_experts,
-            "tok_s": rate,
+            "tok_s": rate * options.together,
             "hit_ratio": traffic["hit_ratio"],
             "cpu_ratio": traffic["cpu_ratio"],
             "mb_copied": copied / 1e6,
@@ -258,17 +300,18 @@ class Measurement:
         joint = link
         if (found := getattr(model, "prediction", None)) is not None:
             balance = found.balance
-            figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
+            if options.together == 1:
+                figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
             figures["copies"] = found.copies[: self.args.n_active + 1]
             figures["shares"] = balance.describe()
             if balance.cpu.each < inf:
                 joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
-        figures |= {"bound": bound, "of_bound": rate / bound}
+        figures |= {"bound": bound * options.together, "of_bound": rate / bound}
         if options.prompt:
             seconds, copied = prompt_speed(model, options.prompt)
             figures |= {"prompt_s": seconds, "prompt_of_link": copied / link / seconds}
-        return figures, f"loaded in {loaded:.0f} s, compiled in {compiled:.0f} s"
+        return figures, compiled
 
 
 # Command ------------------------------------------------------------------------------------------
@@ -286,12 +329,14 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--arch", default="Mixtral-8x7B")
-    add("--layers", type=int, help="default: all")
+    add("--layers", nargs="+", type=int, metavar="N", help="one number, or two (all)")
     add("--mode", default="hqq4-hqq2")
     add("--gpu_experts", type=int, default=4, metavar="R", help="slots a layer")
     add("--tokens", type=int, default=100)
+    add("--together", type=int, default=1, metavar="N", help="tokens of a step: a pass of drafts")
     add("--prompt", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
-    add("--routing", default="random", choices=ROUTINGS, help="which experts are chosen (random)")
+    chosen = f"which experts are chosen: {', '.join(ROUTINGS)} (random)"
+    add("--routing", nargs="+", default=["random"], choices=ROUTINGS, metavar="HOW", help=chosen)
     add("--decode_kernels", default="auto", choices=KERNELS)
     add("--check", action="store_true", help="compare logits with those of resident experts")
     rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
@@ -302,20 +347,41 @@ def build_parser() -> Parser:
 def main() -> None:
     options = build_parser().parse_args()
     args = architecture(options.arch)
-    args = first_layers(args, options.layers or args.n_layer)
+    rates: dict[str, list[float]] = {}
+    for count in options.layers or [args.n_layer]:
+        for name, rate in measure_rows(first_layers(args, count), options).items():
+            rates.setdefault(name, []).append(rate)
+    if options.layers and len(options.layers) == 2:
+        for name, two in rates.items():
+            rate = of_all_layers(two, options.layers, args.n_layer)
+            print(f"{name}: {rate:.1f} steps/s with all {args.n_layer} layers, if they are alike")
+
+
+def measure_rows(args: ModelArgs, options) -> dict[str, float]:
+    """Print all rows of a model -> steps/s of each."""
     measurement = Measurement(args, options)
     rate, compiled = measurement.resident()
     print(
         f"{options.arch} {options.mode}, {args.n_layer} layers, {options.gpu_experts} slots, "
-        f"{options.routing} routing: {rate:.1f} tokens/s with all experts on the device (compiled "
-        f"in {compiled:.0f} s)",
+        f"{options.together} tokens a step: {rate:.1f} steps/s with all experts on the device "
+        f"(compiled in {compiled:.0f} s)",
         flush=True,
     )
+    rates = {"resident": rate}
     for compute in options.rows:
         free_memory(compiled=True)
-        row, times = measurement.row(compute)
-        rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps(rounded), times, flush=True)
+        for row, times in measurement.rows(compute):
+            rates[f"{compute}, {row['routing']}"] = row["tok_s"] / options.together
+            rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+            print(json.dumps(rounded), times, flush=True)
+    free_memory(compiled=True)
+    return rates
+
+
+def of_all_layers(rates: list[float], counts: list[int], layers: int) -> float:
+    """Return steps/s of all layers, from those of two numbers of layers."""
+    few, many = (1 / rate for rate in rates)
+    return 1 / (many + (many - few) / (counts[1] - counts[0]) * (layers - counts[1]))
 
 
 if __name__ == "__main__":

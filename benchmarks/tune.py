@@ -10,9 +10,10 @@ under this GPU's class. Then compare whole layers with benchmarks/layer_times.py
 may want other tiles than one among others.
 """
 
+import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from formats.quantizer import DTYPES
 from model import Transformer, swiglu
 from models.random_weights import architecture, first_layers, number_format
 from ops.declared import SWIGLU
-from ops.gpu import gpu_of
+from ops.gpu import Gpu, gpu_of
 from ops.launch import KernelError
 from ops.products import tilings
 from ops.products.dense import Norm, dense_product
@@ -33,7 +34,7 @@ from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
 from runtime.fused_head import fused_head
-from runtime.fused_layer import FusedLayer, fused_layers
+from runtime.fused_layer import FusedLayer, NoExperts, fused_layers
 from tp import ModelShard
 
 LAYERS = 4  # they have each kind of layer
@@ -134,6 +135,8 @@ def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, int, bool]
     if query is not None:
         yield "query", query, 0, 1, True
     yield "output", attention.output[0], 0, 1, False
+    if isinstance(experts, NoExperts) or not experts.activation.gated:
+        return  # those of an activation without a gate are not measured
     yield "gate_up", experts.w13, experts.routing.pairs, 2, False
     yield "down", experts.w2, experts.routing.pairs, 1, False
 
@@ -252,6 +255,36 @@ def build_parser() -> Parser:
 
 
 @torch.no_grad()
+def write(gpu: Gpu, chosen: dict[tuple[str, int, int, int], Tiles]) -> None:
+    """Write tiles by kind, loads, rows and quads into the table, where the default differs."""
+    table = tilings.measured().setdefault(tilings.gpu_class(gpu), {})
+    for (kind, loads, out, quads), tiles in chosen.items():
+        group, shape = table.setdefault(f"{kind} {loads}", {}), f"{out}x{quads}"
+        group.pop(shape, None)
+        if tiles != tilings.DEFAULTS[kind, loads].tiles(quads):
+            fields = list(map(int, astuple(tiles)))
+            while not fields[-1]:
+                fields.pop()
+            group[shape] = fields
+    tilings.TABLE.write_text(formatted(tilings.measured()) + "\n")
+
+
+def formatted(table: object, indent: str = "") -> str:
+    """Return JSON with shapes in order, several a line."""
+    if not isinstance(table, dict):
+        return json.dumps(table)
+    if indent == "  ":
+        items = [f'"{shape}": {json.dumps(table[shape])}' for shape in sorted(table, key=numbers)]
+        lines = (", ".join(items[n : n + 4]) for n in range(0, len(items), 4))
+    else:
+        lines = (f'"{name}": {formatted(table[name], indent + " ")}' for name in sorted(table))
+    return "{\n" + ",\n".join(f"{indent} {line}" for line in lines) + f"\n{indent}" + "}"
+
+
+def numbers(shape: str) -> list[int]:
+    return list(map(int, shape.split("x")))
+
+
 def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
@@ -268,7 +301,7 @@ def main() -> None:
     faster = {key: tiles for key, tiles in best.items() if tiles}
     print(f"{len(faster)} of {len(best)} products have a faster tiling")
     if options.write and faster:
-        tilings.write(gpu_of(torch.device("cuda")), faster)
+        write(gpu_of(torch.device("cuda")), faster)
         print(f"written to {tilings.TABLE}")
 
 

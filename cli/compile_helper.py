@@ -35,8 +35,10 @@ class Helper:
             start_new_session=True,  # a group of its own, with its processes
         )
 
-    def compile(self, gpu: tuple, tasks: Sequence[str], cache: Path) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each task when it is done, and whether it is in Triton's cache.
+    def compile(
+        self, gpu: tuple, tasks: Sequence[str], cache: Path
+    ) -> Iterator[tuple[int, str | None]]:
+        """Yield the number of each task when it is done, and its error; None: it is in the cache.
 
         gpu: an `ops.gpu.Gpu`; cache: Triton's folder. A task that cannot be compiled is not in the
         cache: the step's own launch then says why. If the helper ends early, those launches compile
@@ -47,7 +49,7 @@ class Helper:
             print(given, file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             number, error = json.loads(line)
-            yield number, error is None
+            yield number, error
 
     def close(self) -> None:
         """End the process, and those that it has started: they would keep its pipes open."""

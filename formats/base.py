@@ -17,7 +17,7 @@ from torch import Tensor
 
 from formats.words import interleave, pack_words, unpack_words
 from ops.inductor import materialize
-from ops.products.prompt import grouped_run
+from ops.products.prompt_weights import grouped_run
 
 Parts = dict[str, Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # part -> its shape and dtype

@@ -41,18 +41,17 @@ class Int8KVCache(KVCache):
         parts: int = 2,
     ):
         super().__init__(shape, torch.int8, device, parts)
-        self.scale = KVCache((*shape[:-1], 1), torch.bfloat16, device, parts)
+        scale = torch.zeros(parts, *shape[:-1], 1, dtype=torch.bfloat16, device=device)
+        self.register_buffer("scale", scale, persistent=False)
         self.dtype = dtype  # of what `append` returns
 
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
         codes, scale = quantize_int8(kv)
-        codes, scale = super().append(codes, context), self.scale.append(scale, context)
-        return tuple(
-            (c.float() * s.float()).to(self.dtype) for c, s in zip(codes, scale, strict=True)
-        )
+        pairs = self.write(self.kv, codes, context), self.write(self.scale, scale, context)
+        return tuple((c.float() * s.float()).to(self.dtype) for c, s in zip(*pairs, strict=True))
 
     def stored(self) -> tuple[Tensor, Tensor]:
-        return self.kv, self.scale.kv
+        return self.kv, self.scale
 
     def reads_blocks(self, queries: int) -> bool:
         return queries <= MAX_BLOCK_ROWS and can_launch(self.kv, "attend_kernel")
@@ -73,7 +72,7 @@ class Int8KVCache(KVCache):
         """
         (B, Q, H, C), (K, S) = q.shape, self.kv.shape[2:4]
         rows = H // K * Q
-        partial = attend_int8(q, self.kv, self.scale.kv, context.positions, window or S)
+        partial = attend_int8(q, self.kv, self.scale, context.positions, window or S)
         partial = (part[:, :, :, :rows] for part in partial)
         merged = merge_partial(*partial, return_lse=return_lse)
         y, lse = merged if return_lse else (merged, None)

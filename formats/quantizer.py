@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
 CPU_CHUNK = 1 << 17  # on a CPU: temporaries stay in its cache, and their memory is used again
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
-NEVER_PACKED = ".router", ".shared_gate", ".wba"
+NEVER_PACKED = ".router", ".shared_gate", ".wba", ".wdt"
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
 MTP = "mtp"
 
@@ -102,15 +102,15 @@ def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
         if packable and names[role] != PLAIN:
             sizes = [module.weight.shape[-1]]
             name = FORMATS[names[role]].name_for(sizes[0])
-            if has_gate_and_up(path) and FORMATS[name].blocks:
+            if has_gate_and_up(module, path) and FORMATS[name].blocks:
                 sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
             chosen[path] = name, tuple(sizes)
     return chosen
 
 
-def has_gate_and_up(path: str) -> bool:
+def has_gate_and_up(module: nn.Module, path: str) -> bool:
     """Whether a module's rows are the gates of experts, then as many others."""
-    return path.endswith("experts.w13")
+    return path.endswith("experts.w13") and getattr(module, "gated", True)
 
 
 def plan_modules(chosen: Packable, group_size: int | None) -> dict[str, dict]:
@@ -255,7 +255,8 @@ def packed_module(module: nn.Module, path: str, spec: dict | list) -> nn.Module:
         packed = PackedLinear(module, name, group, scale)
     else:
         raise TypeError
-    if has_gate_and_up(path) and FORMATS[name].blocks and module.weight.shape[1] % (2 * group):
+    blocks = FORMATS[name].blocks and has_gate_and_up(module, path)
+    if blocks and module.weight.shape[1] % (2 * group):
         raise ValueError("gate and up are not of whole blocks")
     return packed
 

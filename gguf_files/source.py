@@ -328,11 +328,12 @@ def enter_tensors(views: Views, family: Family, args: ModelArgs, values: Values)
     """Enter the file's tensors under their published names; return the prefixes of a head's."""
     table = family.gguf_layer(args)
     norm = made_of("output_norm.weight", values=family.gguf_norm)
-    views.add_table(REST | {"model.norm.weight": norm}, "", "")
-    for layer in range(args.n_layer):
+    views.add_table(REST | {"model.norm.weight": norm} | dict(family.gguf_rest), "", "")
+    layers = family.published_layers(args)
+    for layer in range(layers):
         enter_layer(views, table, f"model.layers.{layer}.", layer, args.n_expert)
     views.used |= values.read_names
-    extra = {name for name in views.names if is_beyond(name, args.n_layer)}
+    extra = {name for name in views.names if is_beyond(name, layers)}
     if values.get(NEXT, 0) and extra and family.published_head:
         head = family.published_head.at(args)
         enter_layer(views, table, head.layer, args.n_layer, args.n_expert)

@@ -7,15 +7,22 @@ from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
 from models.family import HEAD_SUFFIX, Family
+from models.flint import Flint
 from models.gemma4 import Gemma4, Gemma4Text
 from models.gguf import Values
 from models.glm4_moe import Glm4Moe
 from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
+from models.granitemoehybrid import GraniteMoeHybrid
+from models.kolibri1 import Kolibri1
+from models.laguna import Laguna
 from models.legacy import args_of_version_one
+from models.lfm2_moe import Lfm2Moe
+from models.mellum import Mellum
 from models.mixtral import Mixtral
 from models.multi_token import head_family
+from models.nemotron_h import NemotronH
 from models.olmoe import Olmoe
 from models.phimoe import Phimoe
 from models.qwen2_moe import Qwen2Moe
@@ -33,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeText(),
     "OlmoeForCausalLM": Olmoe(),
     "GraniteMoeForCausalLM": GraniteMoe(),
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybrid(),
     "PhimoeForCausalLM": Phimoe(),
     "Glm4MoeForCausalLM": Glm4Moe(),
     "Glm4MoeLiteForCausalLM": Glm4MoeLite(),
@@ -41,6 +49,12 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DeepseekV2(),
     "DeepseekV3ForCausalLM": DeepseekV3(),
     "GptOssForCausalLM": GptOss(),
+    "NemotronHForCausalLM": NemotronH(),
+    "Lfm2MoeForCausalLM": Lfm2Moe(),
+    "LagunaForCausalLM": Laguna(),
+    "FlintForCausalLM": Flint(),
+    "MellumForCausalLM": Mellum(),
+    "Kolibri1ForCausalLM": Kolibri1(),
 }
 
 # Published models by name, for benchmark.py.

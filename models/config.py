@@ -387,6 +387,28 @@ def dense_fields(c: HFConfig) -> dict:
     return {"dense_layers": dense, "dense_intermediate": width}
 
 
+def read_mlp_types(c: HFConfig, first_dense: int) -> None:
+    """Let mlp_layer_types say which layers are dense; absent, it is the first `first_dense`.
+
+    transformers reads no other key for that in the families that have this one.
+    """
+    n_layer, kinds = c.integer("num_hidden_layers"), c.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense" if layer < first_dense else "sparse" for layer in range(n_layer)]
+    known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not known or len(kinds) != n_layer:
+        c.refuse("mlp_layer_types", f"'dense' or 'sparse' is needed for each of {n_layer} layers")
+    c["mlp_only_layers"] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+    c["first_k_dense_replace"], c["decoder_sparse_step"] = 0, 1
+
+
+def mlp_types(args) -> dict:
+    """Return the key that `read_mlp_types` reads."""
+    dense = args.dense_layers
+    kinds = ["dense" if layer in dense else "sparse" for layer in range(args.n_layer)]
+    return {"mlp_layer_types": kinds}
+
+
 def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:
     """Return each layer's kind from layer_types, None if it is absent. known: all kinds."""
     kinds, n_layer = c["layer_types"], c.integer("num_hidden_layers")

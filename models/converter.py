@@ -54,10 +54,10 @@ SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 # Weights that stay in block FP8.
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
-    *(".wqkvz.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
+    *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
 )
-# Dequantized: latent attention multiplies with wkv along either axis; wba is never packed.
-DEQUANTIZED = ".wkv", ".wba.weight"
+# Dequantized: latent attention multiplies with wkv along either axis; wba and wdt are never packed.
+DEQUANTIZED = ".wkv", ".wba.weight", ".wdt.weight"
 
 
 def weight_files(
@@ -139,7 +139,7 @@ class ConversionPlan:
         self.modules: dict[str, dict] = {}  # as in a checkpoint's "format"
         self.used: set[str] = set()
         for layer in range(args.n_layer):
-            layout = self.layout(f"model.layers.{layer}.")
+            layout = self.layout(f"model.layers.{family.experts_at(args, layer)}.")
             recipes = family.layer_recipes(args, layer, layout)
             self.add(f"layer_{layer:02d}.safetensors", recipes)
         self.add("rest.safetensors", family.rest_recipes(args))
@@ -159,7 +159,8 @@ class ConversionPlan:
 
     def layout(self, layer: str) -> PublishedLayout:
         """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
-        fused = f"{layer}mlp.experts.gate_up_proj" in self.tensors.tensors
+        names = (f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "up"))
+        fused = any(name in self.tensors.tensors for name in names)
         return PublishedLayout(fused, self.format_name == "mxfp4")
 
     def add_head(self, family: Family, args: ModelArgs) -> None:
@@ -378,8 +379,9 @@ class Conversion:
             self.tensors.name_block_scales()
         left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
-        last = args.n_layer + extra_layers
-        heads = tuple(f"model.layers.{layer}." for layer in range(args.n_layer, last))
+        first = family.published_layers(args)
+        extra = range(first, first + extra_layers)
+        heads = tuple(f"model.layers.{layer}." for layer in extra)
         heads += (f"{MTP}.",) if family.published_head else ()
         if args.tied_embeddings and "lm_head.weight" in self.tensors.tensors:
             args = check_tie(args, self.tensors)

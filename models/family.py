@@ -112,6 +112,7 @@ class Family:
     gguf: str | None = None  # their architecture; None: they are not read
     gguf_keys: Mapping[str, str] = NOTHING  # config.json's shared key -> the value's, if not usual
     gguf_tensors: MadeTable = {}  # a layer's published name -> how it is made
+    gguf_rest: MadeTable = {}  # the same for tensors outside of the layers
     gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
@@ -146,7 +147,10 @@ class Family:
 
     @property
     def sharded_fields(self) -> tuple[str, ...]:
-        """The fields that tensor parallelism divides by the ranks, beside those of every family."""
+        """The fields that tensor parallelism divides by the ranks, beside those of every family.
+
+        They are numbers, or a tuple with one for each layer.
+        """
         names = (field.name for field in dataclasses.fields(self.args_class))
         return tuple(name for name in names if name.endswith("_intermediate"))
 
@@ -196,6 +200,14 @@ class Family:
 
     # Conversion ---------------------------------------------------------------------------------
 
+    def published_layers(self, args: ModelArgs) -> int:
+        """Return the number of layers as checkpoints have them."""
+        return args.n_layer
+
+    def experts_at(self, args: ModelArgs, layer: int) -> int:
+        """Return which published layer has the experts of a layer."""
+        return layer
+
     def layer_recipes(self, args: ModelArgs, layer: int, layout: PublishedLayout) -> Recipes:
         """Return the recipes of one layer."""
         if layer in args.dense_layers:
@@ -220,7 +232,9 @@ class Family:
     # Tensor parallelism ---------------------------------------------------------------------------
 
     def shard_table(self, args: ModelArgs) -> dict[str, Shard]:
-        """Return module (without its layer) -> how its weight is sharded. Others are replicated.
+        """Return module -> how its weight is sharded. Others are replicated.
+
+        A name is without its layer, or with it if that differs from others.
 
         The first product of a pair is column-parallel, in the terms of Megatron-LM (Shoeybi et al.
         2019): each rank has some of the outputs. The second is row-parallel: each rank has the

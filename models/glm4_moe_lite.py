@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and sigmoid routing, without groups."""
 
 from model import ModelArgs
-from models.config import HFConfig, unsupported
+from models.config import HFConfig, mlp_types, read_mlp_types, unsupported
 from models.family import ONE_MORE_LAYER, PublishedLayout
 from models.gguf import Values
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
@@ -75,23 +75,11 @@ class Glm4MoeLite(LatentFamily):
         return super().from_hf({k: v for k, v in config.items() if k not in ignored})
 
     def arg_fields(self, c: HFConfig) -> dict:
-        layers = c.integer("num_hidden_layers")
-        kinds = c.get("mlp_layer_types")
-        if kinds is None:
-            kinds = ["dense"] + ["sparse"] * (layers - 1)
-        known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
-        if not known or len(kinds) != layers:
-            c.refuse(
-                "mlp_layer_types", f"'dense' or 'sparse' is needed for each of {layers} layers"
-            )
-        c["mlp_only_layers"] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
-        c["first_k_dense_replace"] = 0
+        read_mlp_types(c, first_dense=1)
         return super().arg_fields(c)
 
     def to_hf(self, args: LatentArgs) -> dict:
-        dense = args.dense_layers
-        kinds = ["dense" if layer in dense else "sparse" for layer in range(args.n_layer)]
-        return super().to_hf(args) | {"mlp_layer_types": kinds}
+        return super().to_hf(args) | mlp_types(args)
 
     def expert_recipes(self, args: LatentArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)

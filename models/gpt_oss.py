@@ -8,61 +8,22 @@ from torch import Tensor
 
 from formats import FORMATS
 from formats.mxfp4 import published_codes
-from model import (
-    Attention,
-    Block,
-    Context,
-    ExpertLinear,
-    Linear,
-    MoE,
-    is_layer,
-    new_parameter,
-)
-from models.config import HFConfig, listed_kinds
+from model import Block, ExpertLinear, Linear, MoE, new_parameter
 from models.family import PublishedLayout, Shard
 from models.gguf import POST_ATTENTION_NORM, Values, made_of
-from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
+from models.layers.scaled_rope import ScaledRopeTransformer
+from models.layers.sinks import SinkAttention, sink_recipe, sink_shard
+from models.layers.windows import WindowedArgs, WindowedFamily
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
-from ops.declared import Activation, AttentionAdditions, ExpertAdditions
-from ops.plain.attention import attend, attend_chunk
+from ops.declared import Activation, ExpertAdditions
 
 MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 
 
 @dataclass(frozen=True)
-class GptOssArgs(ScaledRopeArgs):
-    full_layers: tuple[int, ...] = ()  # layers without the sliding window
+class GptOssArgs(WindowedArgs):
     swiglu_limit: float = 7.0  # clamp of gate and up
     swiglu_alpha: float = 1.702  # slope of the gate's sigmoid
-
-    def constraints(self) -> dict[str, bool]:
-        known = all(is_layer(layer, self.n_layer) for layer in self.full_layers)
-        return super().constraints() | {"full_layers": known}
-
-
-class SinkAttention(Attention):
-    """Attention with a learned sink per head: one more score, whose value is zero."""
-
-    def __init__(self, args: GptOssArgs, layer: int):
-        super().__init__(args)
-        self.sinks = new_parameter(args.n_head)
-        self.window = None if layer in args.full_layers else args.sliding_window
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        if context.chunk:
-            return attend_chunk(q[0], k, v, self.window, self.sinks).unsqueeze(0)
-        H, K, C = self.heads
-        mask = context.masks[self.window]
-        if not (mask.blocks and self.cache.reads_blocks(q.shape[1] * H // K)):
-            return attend(q, k, v, mask.bias, self.sinks)
-        y, lse = self.cache.attend_blocks(q, k, v, context, self.window, return_lse=True)
-        # The sink's share of the softmax is taken from all positions alike.
-        share = (lse - self.sinks.float().unsqueeze(-1)).sigmoid()  # [B, H, Q]
-        y = y.unflatten(-1, (H, C)) * share.transpose(1, 2).unsqueeze(-1)
-        return y.to(q.dtype).flatten(2)
-
-    def fused_decode_settings(self) -> AttentionAdditions:
-        return AttentionAdditions(sinks=self.sinks)
 
 
 class BiasedExpertLinear(ExpertLinear):
@@ -117,12 +78,13 @@ class GptOssTransformer(ScaledRopeTransformer):
 
     def make_block(self, args: GptOssArgs, layer: int) -> Block:
         block = Block(args, layer)
-        block.attention = SinkAttention(args, layer)
+        block.attention = SinkAttention(args)
+        block.attention.window = args.window_of(layer)
         block.ffn = GptOssMoE(args)
         return block
 
 
-class GptOss(ScaledRopeFamily):
+class GptOss(WindowedFamily):
     name = "gpt_oss"
     args_class = GptOssArgs
     model_class = GptOssTransformer
@@ -174,27 +136,12 @@ class GptOss(ScaledRopeFamily):
             rope["truncate"] = False
         return config | {"intermediate_size": width}
 
-    def window_fields(self, c: HFConfig) -> dict:
-        """Every other layer has the sliding window, unless layer_types says otherwise."""
-        known = "sliding_attention", "full_attention"
-        kinds = listed_kinds(c, known) or known * c.integer("num_hidden_layers")
-        kinds = kinds[: c["num_hidden_layers"]]
-        full = tuple(n for n, kind in enumerate(kinds) if kind == "full_attention")
-        if len(full) == len(kinds):
-            return {}
-        return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
-
-    def to_hf(self, args: GptOssArgs) -> dict:
-        full = args.full_layers if args.sliding_window else range(args.n_layer)
-        kinds = [
-            "full_attention" if layer in full else "sliding_attention"
-            for layer in range(args.n_layer)
-        ]
-        return super().to_hf(args) | {"layer_types": kinds}
+    def usual_full(self, layer: int, n_layer: int) -> bool:
+        """Every other layer has the sliding window."""
+        return layer % 2 == 1
 
     def attention_recipes(self, args: GptOssArgs) -> Recipes:
-        sinks = {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}
-        return super().attention_recipes(args) | sinks
+        return super().attention_recipes(args) | sink_recipe(args)
 
     def expert_recipes(self, args: GptOssArgs, layout: PublishedLayout) -> Recipes:
         """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
@@ -215,8 +162,7 @@ class GptOss(ScaledRopeFamily):
         return table
 
     def shard_table(self, args: GptOssArgs) -> dict[str, Shard]:
-        sinks = {"attention": Shard(0, ((args.n_head, 1),))}
-        return super().shard_table(args) | sinks
+        return super().shard_table(args) | sink_shard(args)
 
     shapes = {
         "gpt-oss-20b": dict(num_hidden_layers=24, num_local_experts=32),

@@ -39,10 +39,12 @@ def architecture(name: str) -> ModelArgs:
 def first_layers(args: ModelArgs, count: int) -> ModelArgs:
     """Return the args of the model's first layers alone."""
     layer_lists = {
-        name: tuple(layer for layer in getattr(args, name) if layer < count)
-        for name in ("dense_layers", "full_layers")
-        if hasattr(args, name)
+        name: tuple(layer for layer in value if layer < count)
+        for name, value in vars(args).items()
+        if name.endswith("_layers")
     }
+    if heads := getattr(args, "layer_heads", ()):
+        layer_lists |= {"layer_heads": heads[:count], "n_head": max(heads[:count])}
     return dataclasses.replace(args, n_layer=count, **layer_lists)
 
 

@@ -11,6 +11,11 @@ def table_key(path: str) -> str:
     return re.sub(r"^layers\.\d+\.", "", path)
 
 
+def shard_of(table: dict[str, Shard], path: str) -> Shard | None:
+    """Return a module's shard: that of its own path, if layers differ, or of all layers."""
+    return table.get(path) or table.get(table_key(path))
+
+
 def range_shards(table: dict[str, Shard], format: dict) -> dict[str, Shard]:
     """Return the shards of weights in several formats: one for each range of rows, by its path.
 
@@ -18,7 +23,7 @@ def range_shards(table: dict[str, Shard], format: dict) -> dict[str, Shard]:
     """
     found = {}
     for path, counts in format.get("rows", {}).items():
-        shard = table.get(table_key(path))
+        shard = shard_of(table, path)
         along = 1 if ".experts." in path else 0  # the output dimension
         left = list(shard.segments) if shard and shard.axis == along else []
         for number, count in enumerate(counts if shard else []):

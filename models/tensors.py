@@ -35,9 +35,13 @@ def copy_of(name: str, *shape: int, **options) -> Recipe:
     return Recipe(shape, {name: WHOLE}, **options)
 
 
-def prefixed(table: Recipes, layer: int) -> Recipes:
-    """Add the layer's prefix to both sides of a layer's table."""
-    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+def prefixed(table: Recipes, layer: int, published: int | None = None) -> Recipes:
+    """Add the layer's prefix to both sides of a layer's table.
+
+    published: the number of the published layer, if it is another.
+    """
+    ours = f"layers.{layer}."
+    theirs = f"model.layers.{layer if published is None else published}."
     return {
         ours + name: recipe._replace(
             sources={theirs + source: place for source, place in recipe.sources.items()}

@@ -1,12 +1,11 @@
 // Products of packed experts on a CPU, for few tokens; cpu_experts.py builds and calls this.
 //
-// One call computes a layer's chosen experts in five phases, with a barrier after each:
+// One call computes a layer's chosen experts in two phases, with a barrier between them:
 //
-//   1. x becomes integers in the order of the codes
-//   2. gate and up, activation                        rows of all chosen experts, shared out
-//   3. h becomes integers
-//   4. down, times the pair's weight                  rows of all chosen experts, shared out
-//   5. sums over a token's experts                    rows of y, shared out
+//   1. gate and up, activation -> h                   rows of all chosen experts, shared out
+//   2. down, times the pair's weight, added to y      rows of y, shared out
+//
+// Each thread turns x and h into integers for itself (`Inputs`).
 
 #include <sched.h>
 
@@ -35,6 +34,15 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
 struct Call;
 static void work(Call &call, int thread);
 
+#ifndef SHARES
+#define SHARES 75
+#endif
+#ifndef UP_PIECE
+#define UP_PIECE 8
+#endif
+#ifndef DOWN_PIECE
+#define DOWN_PIECE 16
+#endif
 constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
 
 struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
@@ -45,17 +53,16 @@ struct alignas(LINE) Pool {
   const int count;  // threads, the caller's one included
   Flag started, passed, asleep;
   Flag next_up, next_down;    // rows that no thread has taken
-  std::vector<Flag> arrived;  // at a barrier, by thread
+  std::vector<Flag> arrived;  // at a barrier, or at the end, by thread
   std::vector<std::thread> workers;
   std::mutex turn;  // of callers
   std::atomic<bool> stopping{false};
   Call *call = nullptr;
   // What a call needs; kept for the next one
-  Inputs x, h;
   std::vector<int> experts, pairs, first;  // distinct experts, and the pairs of each
   std::vector<int> tokens;                 // of `pairs`
   std::vector<int> in_order;               // 0, 1, ...
-  std::vector<float> outputs;              // [pairs, out]
+  std::vector<float> h;                    // [pairs, width]
 
   explicit Pool(int n) : count(n), arrived(n) {
     for (int k = 1; k < n; k++) workers.emplace_back([this, k] { serve(k); });
@@ -72,7 +79,7 @@ struct alignas(LINE) Pool {
       wait_for_call(seen);
       if (stopping) return;
       work(*call, thread);
-      wait_for_all(thread);
+      arrive(thread);
     }
   }
 
@@ -98,13 +105,23 @@ struct alignas(LINE) Pool {
     }
   }
 
+  uint32_t arrive(int thread) {
+    const uint32_t number = arrived[thread].value.load(std::memory_order_relaxed) + 1;
+    arrived[thread].value.store(number, std::memory_order_release);
+    return number;
+  }
+
+  // Wait until all threads have arrived.
+  void gather(uint32_t number) {
+    for (int k = 1; k < count; k++) wait_for(arrived[k], number);
+  }
+
   // A barrier: thread 0 waits for the others, then all go on.
   void wait_for_all(int thread) {
-    const uint32_t next = arrived[thread].value.load(std::memory_order_relaxed) + 1;
-    arrived[thread].value.store(next, std::memory_order_release);
-    if (thread) return wait_for(passed, next);
-    for (int k = 1; k < count; k++) wait_for(arrived[k], next);
-    passed.value.store(next, std::memory_order_release);
+    const uint32_t number = arrive(thread);
+    if (thread) return wait_for(passed, number);
+    gather(number);
+    passed.value.store(number, std::memory_order_release);
   }
 
   void run(Call &given) {
@@ -113,25 +130,9 @@ struct alignas(LINE) Pool {
     started.value++;
     if (asleep.value.load()) started.value.notify_all();
     work(given, 0);
-    wait_for_all(0);
+    gather(arrive(0));
   }
 };
-
-static int64_t shares_of(int64_t n, int threads) { return n * SHARES / 100 / threads; }
-
-// Call `visit(begin, end)` for a thread's rows of n: an equal share of the first ones, then pieces
-// of the rest, which a thread takes when it is ready. So threads end together where cores differ.
-template <class Visit>
-static void share_out(int64_t n, int thread, int threads, Flag &next, Visit visit) {
-  const int64_t shares = shares_of(n, threads);
-  visit(shares * thread, shares * (thread + 1));
-  const int64_t rest = n - shares * threads;
-  for (;;) {
-    const int64_t begin = next.value.fetch_add(PIECE, std::memory_order_relaxed);
-    if (begin >= rest) return;
-    visit(shares * threads + begin, shares * threads + std::min<int64_t>(begin + PIECE, rest));
-  }
-}
 
 // One layer ---------------------------------------------------------------------------------------
 
@@ -142,8 +143,6 @@ struct Layer {
   int32_t n_experts;
   Pool *pool;
 };
-
-enum Dtype { X_F32, X_BF16, X_F16 };  // DTYPES in cpu_experts.py
 
 struct Call {
   const Layer *layer;
@@ -176,102 +175,112 @@ static void read_bytes(Call &call, int thread, int threads) {
   for (int64_t word : words) call.read->fetch_xor(word);
 }
 
-static void read_x(Call &call, Pool &pool, int thread) {
-  Inputs &x = pool.x;
-  const int64_t whole = (int64_t)call.n_tokens * x.in;
-  const uint8_t *from = (const uint8_t *)call.x;
-  const int unit = x.codes == BF16 ? 1 : x.group;
-  const Range range(whole / unit, thread, pool.count);
-  for (int64_t n = range.begin; n < range.end; n++) {
-    for (int64_t i = n * unit; i < (n + 1) * unit; i++)
-      x.values[i] = call.dtype == X_BF16  ? bf16(from, i)
-                    : call.dtype == X_F16 ? f16(from, i)
-                                          : f32(from, i);
-    if (x.codes != BF16) x.prepare(n / x.groups, n % x.groups);
+// A thread's rows of n, in chunks: an equal share of the first ones, then pieces of the rest, which
+// a thread takes when it is ready. So threads end together where cores differ. A range of rows is
+// visited several times, before the next one, by phase 2: once an expert.
+struct Rows {
+  const int64_t n, limit, shared;  // no chunk has rows on both sides of a multiple of `limit`
+  const int visits, piece;
+  Flag &next;
+  int64_t begin, end, at;
+  int visit = 0;
+
+  Rows(int64_t n, int64_t limit, int visits, int piece, int thread, int threads, Flag &next)
+      : n(n), limit(limit), shared(n * SHARES / 100 / threads / MANY * MANY * threads),
+        visits(visits), piece(piece), next(next), begin(shared / threads * thread),
+        end(begin + shared / threads), at(begin) {}
+
+  // Begin the next chunk -> its number of rows; 0: there is none. `visit` is its visit.
+  int take(int64_t &row) {
+    while (at == end) {
+      if (begin < end && ++visit < visits) {
+        at = begin;
+        continue;
+      }
+      visit = 0;
+      begin = at = std::min(n, shared + (int64_t)next.value.fetch_add(piece));
+      end = std::min(n, begin + piece);
+      if (begin == end) return 0;
+    }
+    const int rows = std::min({(int64_t)ROWS, end - at, limit - at % limit});
+    row = at, at += rows;
+    return rows;
+  }
+};
+
+// What a thread needs in each call
+struct Local {
+  Inputs x, h;
+  std::vector<float> scratch, out;
+};
+
+static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
+  const Layer &layer = *call.layer;
+  const int64_t width = layer.w13.out / 2;
+  Rows all(width * pool.experts.size(), width, 1, UP_PIECE, thread, pool.count, pool.next_up);
+  auto take = [&] {
+    int64_t row = 0;
+    const int rows = all.take(row), u = row / width;
+    return std::pair(u, Chunk{&layer.w13, pool.experts[u], row % width, rows});
+  };
+  auto [u, gate] = take();
+  prefetch_all(gate);
+  while (gate.rows) {
+    const auto [next_u, next] = take();
+    Chunk up = gate;
+    up.row += width;
+    const int first = pool.first[u], count = pool.first[u + 1] - first;
+    const int *tokens = pool.tokens.data() + first;
+    float *gates = own.out.data(), *ups = gates + count * ROWS;
+    dot_rows(gate, up, own.x, tokens, count, own.scratch.data(), gates);
+    dot_rows(up, next, own.x, tokens, count, own.scratch.data(), ups);
+    for (int k = 0; k < count; k++)
+      for (int r = 0; r < gate.rows; r++)
+        pool.h[(first + k) * width + gate.row + r] = activate(
+            layer.activation, layer.limit, layer.alpha, gates[k * ROWS + r], ups[k * ROWS + r]);
+    u = next_u, gate = next;
   }
 }
 
-static void gate_up(Call &call, Pool &pool, int thread, float *scratch, float *out) {
-  const Layer &layer = *call.layer;
-  const int64_t width = layer.w13.out / 2;
-  auto visit = [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin, rows; n < end; n += rows) {
-      const int64_t u = n / width, row = n % width;
-      rows = std::min({(int64_t)ROWS, width - row, end - n});
-      const int first = pool.first[u], count = pool.first[u + 1] - first, e = pool.experts[u];
-      const int *tokens = pool.tokens.data() + first;
-      float *up = out + count * ROWS;
-      dot_rows(layer.w13, e, row, rows, pool.x, tokens, count, scratch, out);
-      dot_rows(layer.w13, e, row + width, rows, pool.x, tokens, count, scratch, up);
-      for (int k = 0; k < count; k++)
-        for (int r = 0; r < rows; r++)
-          pool.h.values[(first + k) * width + row + r] = activate(
-              layer.activation, layer.limit, layer.alpha, out[k * ROWS + r], up[k * ROWS + r]);
-    }
-  };
-  share_out(width * pool.experts.size(), thread, pool.count, pool.next_up, visit);
-}
-
-static void down(Call &call, Pool &pool, int thread, float *scratch, float *out) {
+static void down(Call &call, Pool &pool, int thread, Local &own) {
   const Weight &w = call.layer->w2;
-  auto visit = [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin, rows; n < end; n += rows) {
-      const int64_t u = n / w.out, row = n % w.out;
-      rows = std::min({(int64_t)ROWS, w.out - row, end - n});
-      const int first = pool.first[u], count = pool.first[u + 1] - first;
-      dot_rows(w, pool.experts[u], row, rows, pool.h, pool.in_order.data() + first, count, scratch,
-               out);
-      for (int k = 0; k < count; k++) {
-        const float weight = call.weights[pool.pairs[first + k]];
-        float *y = pool.outputs.data() + (int64_t)(first + k) * w.out + row;
-        for (int r = 0; r < rows; r++) y[r] = weight * out[k * ROWS + r];
-      }
-    }
+  const int experts = pool.experts.size();
+  Rows all(w.out, w.out, experts, DOWN_PIECE, thread, pool.count, pool.next_down);
+  auto take = [&] {
+    int64_t row = 0;
+    const int rows = all.take(row);
+    return std::pair(all.visit, Chunk{&w, pool.experts[all.visit], row, rows});
   };
-  share_out(w.out * pool.experts.size(), thread, pool.count, pool.next_down, visit);
-}
-
-static void sum_outputs(Call &call, Pool &pool, int thread) {
-  const int64_t out = call.layer->w2.out;
-  const Range range(out, thread, pool.count);
-  for (int t = 0; t < call.n_tokens; t++)
-    std::fill(call.y + t * out + range.begin, call.y + t * out + range.end, 0.f);
-  for (size_t n = 0; n < pool.pairs.size(); n++) {
-    const float *from = pool.outputs.data() + n * out;
-    float *y = call.y + pool.tokens[n] * out;
-    for (int64_t row = range.begin; row < range.end; row++) y[row] += from[row];
+  auto [u, chunk] = take();
+  prefetch_all(chunk);  // memory would be idle until the barrier
+  pool.wait_for_all(thread);
+  while (chunk.rows) {
+    const auto [next_u, next] = take();
+    const int first = pool.first[u], count = pool.first[u + 1] - first;
+    dot_rows(chunk, next, own.h, pool.in_order.data() + first, count, own.scratch.data(),
+             own.out.data());
+    for (int t = 0; u == 0 && t < call.n_tokens; t++)
+      std::fill_n(call.y + t * w.out + chunk.row, chunk.rows, 0.f);
+    for (int k = 0; k < count; k++) {
+      const float weight = call.weights[pool.pairs[first + k]];
+      float *y = call.y + pool.tokens[first + k] * w.out + chunk.row;
+      for (int r = 0; r < chunk.rows; r++) y[r] += weight * own.out[k * ROWS + r];
+    }
+    u = next_u, chunk = next;
   }
 }
 
 static void work(Call &call, int thread) {
   if (call.read) return read_bytes(call, thread, call.layer->pool->count);
   Pool &pool = *call.layer->pool;
-  static thread_local std::vector<float> scratch, out;
-  const int floats = std::max(pool.x.codes == BF16 ? 0 : pool.x.sets * pool.x.stride,
-                              pool.h.codes == BF16 ? 0 : pool.h.sets * pool.h.stride);
-  scratch.resize(MANY * floats);
-  out.resize(2 * ROWS * pool.pairs.size());
   const Weight &w13 = call.layer->w13, &w2 = call.layer->w2;
-  const int64_t width = w13.out / 2, shares = shares_of(width * pool.experts.size(), pool.count);
-  const int64_t begin = shares * thread, u = begin / width, row = begin % width;
-  for (int64_t half : {row, row + width})  // memory would be idle until the barrier
-    prefetch_rows(w13, pool.experts[u], half, std::min(shares, width - row), EARLY);
-  read_x(call, pool, thread);
-  pool.wait_for_all(thread);
-  gate_up(call, pool, thread, scratch.data(), out.data());
-  const int64_t down_shares = shares_of(w2.out * pool.experts.size(), pool.count);
-  const int64_t down_u = down_shares * thread / w2.out, down_row = down_shares * thread % w2.out;
-  prefetch_rows(w2, pool.experts[down_u], down_row, std::min(down_shares, w2.out - down_row), EARLY);
-  pool.wait_for_all(thread);
-  if (pool.h.codes != BF16) {
-    const Range range((int64_t)pool.pairs.size() * pool.h.groups, thread, pool.count);
-    for (int64_t n = range.begin; n < range.end; n++)
-      pool.h.prepare(n / pool.h.groups, n % pool.h.groups);
-    pool.wait_for_all(thread);
-  }
-  down(call, pool, thread, scratch.data(), out.data());
-  pool.wait_for_all(thread);
-  sum_outputs(call, pool, thread);
+  static thread_local Local own;
+  own.x.begin(w13, call.x, call.dtype, call.n_tokens);
+  own.h.begin(w2, pool.h.data(), X_F32, pool.pairs.size());
+  own.scratch.resize(MANY * std::max(own.x.factors(), own.h.factors()));
+  own.out.resize(2 * ROWS * pool.pairs.size());
+  gate_up(call, pool, thread, own);
+  down(call, pool, thread, own);
 }
 
 // Sort the pairs by expert, experts in the order of their first pair. Leave out those of experts
@@ -310,9 +319,7 @@ void run_experts(Call *call) {
     std::fill(call->y, call->y + (int64_t)call->n_tokens * w2.out, 0.f);
     return;
   }
-  pool.x.resize(call->layer->w13, call->n_tokens);
-  pool.h.resize(w2, pool.pairs.size());
-  pool.outputs.resize(pool.pairs.size() * w2.out);
+  pool.h.resize(pool.pairs.size() * w2.in);
   pool.run(*call);
 }
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from formats import FORMATS, PLAIN
 from formats.base import Parts
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products"))
+HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "weights", "products"))
 # Sums in another order, so that loops become vectors. NaN and infinity keep their meaning.
 FLAGS = (
     *("-std=c++20", "-O3", "-shared", "-fPIC", "-pthread", "-w"),
@@ -404,13 +404,24 @@ class CPUExperts:
         meanwhile; they may call too, and take turns. Pairs of experts that the layer does not have
         (another rank's) count nothing. Raises ValueError for other tensors.
         """
+        self.prepare(x, experts, tokens, weights, y)()
+        return y
+
+    def prepare(
+        self, x: Tensor, experts: Tensor, tokens: Tensor, weights: Tensor, y: Tensor
+    ) -> Callable[[], object]:
+        """Return a call for these tensors, which checks no more. Raises ValueError as a call."""
         self.check(x, experts, tokens, weights, y)
         if self.layer is None:
-            return self.multiply_plain(x, experts, tokens, weights, y)
+            return partial(self.multiply_plain, x, experts, tokens, weights, y)
         count = ctypes.c_int32(len(experts))
         call = self.call_struct(x, experts, tokens, weights, ctypes.addressof(count), y)
-        self.threads.library.run_experts(ctypes.addressof(call))
-        return y
+        kept = call, count, x, experts, tokens, weights, y
+
+        def run(_kept=kept) -> None:
+            self.threads.library.run_experts(ctypes.addressof(call))
+
+        return run
 
     def check(self, x: Tensor, experts: Tensor, tokens: Tensor, weights: Tensor, y: Tensor) -> None:
         """Raise ValueError for tensors that the products do not take."""

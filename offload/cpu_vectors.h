@@ -52,6 +52,21 @@ static Floats choose(Floats values, Bytes index) { return _mm512_permutexvar_ps(
 static Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 static float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
+// a's neighbors added, and b's: those of a come first in each 64 bits of the result
+static Floats add_pairs(Floats a, Floats b) {
+  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+static Floats add_fours(Floats a, Floats b) {
+  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+// The sums of four vectors
+static void four_sums(const Floats *a, float *to) {
+  const Floats all = add_fours(add_pairs(a[0], a[1]), add_pairs(a[2], a[3]));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 static Floats product(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 static Floats as_floats(Bytes a) { return _mm512_castsi512_ps(a); }
 static Floats to_floats(Bytes a) { return _mm512_cvtepi32_ps(a); }
@@ -125,6 +140,9 @@ static float sum_of(Floats a) {
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
+static void four_sums(const Floats *a, float *to) {
+  for (int n = 0; n < 4; n++) to[n] = sum_of(a[n]);
+}
 static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 static Floats as_floats(Bytes a) { return _mm256_castsi256_ps(a); }
 static Floats spread(float a) { return _mm256_set1_ps(a); }
@@ -158,3 +176,9 @@ static Floats load_f32(const uint8_t *p, int n) { return as_floats(first(p, n, 4
 #endif
 
 constexpr int LANES = SIZE / 4;  // words of a vector
+
+template <int N>
+static void sums_of(const Floats *a, float *to) {
+  if constexpr (N == 4) return four_sums(a, to);
+  for (int n = 0; n < N; n++) to[n] = sum_of(a[n]);
+}

@@ -33,7 +33,7 @@ from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
 from ops.step.expert_paging import MAX_PAIRS, fetch, fetches_by_kernel, page
 
 ALIGN = 128  # bytes
-COUNTERS = "hits", "misses", "on_cpu", "bytes"
+COUNTERS = "hits", "misses", "on_cpu", "prefetched", "bytes"
 WAVE_PAGE = 32  # experts that a wave places at a time
 
 # (name, device, expert=None) -> a parameter, or that of one expert [1, ...]
@@ -112,6 +112,7 @@ class OffloadedExperts(nn.Module):
         experts.choose_from = storage.total_experts * storage.slots / self.n_local
         experts.n_expert = storage.slots
         self.box: Mailbox | None = None  # of requests to the CPU: `offload.cpu_share.share_layers`
+        self.prefetches = False  # an expert for the next layer, where fused kernels run
 
     def make_pool(self) -> None:
         """Allocate R slots and make the experts' parameters views of them."""
@@ -163,7 +164,7 @@ class OffloadedExperts(nn.Module):
         """
         ids = expert_indices - self.first  # other ranks' ids get out of range
         where = self.storage.blobs, self.pool, self.layout
-        return page(ids, x, expert_weights.float(), [*self.cache.table(bool(box))], *where, box)
+        return page(ids, x, expert_weights.float(), [*self.cache.table(len(box) > 0)], *where, box)
 
     def multiply(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
         """Run the ordinary products; all chosen experts of this rank are in slots."""
@@ -233,9 +234,9 @@ class OffloadedExperts(nn.Module):
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""
-        _, hits, misses, on_cpu = self.cache.counters.tolist()
-        copied = (misses - on_cpu) * self.storage.blobs.shape[1]
-        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, copied), strict=True))
+        _, hits, misses, on_cpu, guessed, _ = self.cache.counters.tolist()
+        copied = (misses - on_cpu + guessed) * self.storage.blobs.shape[1]
+        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, guessed, copied), strict=True))
 
 
 def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:

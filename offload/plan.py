@@ -261,6 +261,8 @@ def offload_experts(
     if device.type == "cuda" and plan.slots < experts.n_local:
         model.prediction = predict(model, layers, products, plan, settings)
         set_copies(layers, model.prediction.copies)
+        for layer in layers:
+            layer.prefetches = model.prediction.prefetches()
         line += f"; {describe_prediction(model.prediction, plan, settings)}"
     return line
 

@@ -5,18 +5,23 @@ and is captured. Prompts may choose more experts than slots: the host reads thei
 the experts run eagerly between two compiled parts of the block.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Block, Context, MoE, Transformer
+from offload.copies import Beside
 from offload.experts import OffloadedExperts, offloaded_layers
 from ops.products import experts as moe_decode
 from ops.products.join import norm_router
 from ops.products.routing import route
 from ops.step.cpu_share import MAX_TOKENS, answer
-from ops.step.expert_paging import page_experts
+from ops.step.expert_paging import find_experts, place
 from runtime.fused_decode import FusedRunner
 from runtime.fused_layer import FusedExperts, FusedLayer, kernel_weight
 from runtime.runner import CompiledRunner, share_code
@@ -49,6 +54,11 @@ class FusedOffloadRunner(FusedRunner):
         fitting = [n for n in range(1, MAX_TOKENS + 1) if self.takes_tokens(n)]
         self.max_tokens, self.prompt_chunks = max(fitting, default=1), ()
         self.short_chunks = CompiledRunner.short_chunks
+        fused = [self.layers.get(id(block)) for block in model.layers]
+        for layer, following in pairwise(each and each.experts for each in fused):
+            both = isinstance(layer, FusedOffloadedExperts) and following is not None
+            if both and isinstance(following, FusedOffloadedExperts):
+                layer.next = following
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -63,6 +73,9 @@ class FusedOffloadRunner(FusedRunner):
     ):
         if not self.is_fused and self.waves.takes(block, x):
             return self.waves.run(block, x, normed, context, next_norm)
+        layer = self.layers.get(id(block))
+        if layer is not None and self.is_fused and not self.runs_layer(layer, x, context):
+            getattr(layer.experts, "await_guess", lambda copied: None)(copied=True)
         return super().block(block, x, normed, context, next_norm)
 
 
@@ -110,8 +123,8 @@ class FusedOffloadedExperts(FusedExperts):
         norm_router    norm, scores
         route          the choice
         place, ask     hits and misses; the CPU's share is requested
-        gate_up, down  a shared expert, meanwhile
-        fetch          the other misses are copied
+        fetch          the other misses are copied; beside it on the GPU:
+        gate_up, down  a shared expert
         gate_up, down  products of the experts in slots
         answer         plus the CPU's sum, plus residual
 
@@ -126,6 +139,10 @@ class FusedOffloadedExperts(FusedExperts):
         if self.shared is not None:
             self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
             self.routing = replace(self.routing, shared=0)
+        self.beside = Beside(self.offloaded.storage.device)
+        self.next: FusedOffloadedExperts | None = None  # of the next layer
+        # What waits for a guess's slot and for its copy, and a tensor that they read.
+        self.guessing: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
 
     def experts_of(self, ffn: MoE) -> nn.Module:
         return self.offloaded.experts
@@ -143,6 +160,37 @@ class FusedOffloadedExperts(FusedExperts):
         """Return expert_indices and expert_weights [T, A]."""
         return route(scores, self.routing)
 
+    def predict(self, scores: Tensor) -> Tensor:
+        """Return the experts that are probably chosen, int64 [T, A], the likeliest first."""
+        return route(scores, self.routing)[0]
+
+    def guess(self, h: Tensor) -> None:
+        """Prefetch one expert beside what is launched next.
+
+        h [T, D]: the input of the experts of the layer before, which this layer's router predicts
+        from.
+        """
+        layer = self.offloaded
+        placed: list[Tensor] = []
+
+        def place_guess() -> None:
+            bias = self.router.bias
+            scores = F.linear(h, self.rows.to(h.dtype), bias if bias is None else bias.to(h.dtype))
+            chosen = self.predict(scores.float()).flatten()
+            placed.extend(
+                place(chosen, layer.cache.table(False), layer.storage.slots, guesses=True)
+            )
+
+        wait = self.beside.run(place_guess)
+        self.guessing = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
+
+    def await_guess(self, copied: bool = False) -> None:
+        """Let launches wait for the guess's slot, and its copy: the next `fetch` waits for that."""
+        if self.guessing is not None:
+            placed, complete, _ = self.guessing
+            (complete if copied else placed)()
+            self.guessing = None
+
     def forward(
         self, x: Tensor, attended: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,11 +201,17 @@ class FusedOffloadedExperts(FusedExperts):
         indices, weights = self.choose(scores)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
-        where = layer.storage.blobs, layer.pool, layer.layout
-        table = layer.cache.table(bool(box))
-        _, slots, kept = page_experts(indices, plain, weights, table, *where, box)
+        table = layer.cache.table(box is not None)
+        self.await_guess()
+        found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
+        copy = partial(layer.fill_slots, found.to_copy, found.targets.flatten())
+        wait = self.beside.run(copy)
+        if self.next is not None and layer.prefetches:
+            self.next.guess(plain)
         if self.apart:
             x = self.add_shared(x, plain, scores)
+        wait()
+        slots, kept = found.slots, found.weights
         h = moe_decode.multiply_each(normed, self.w13, slots, self.activation, self.bias13)
         add = {} if box else self.sum.of_product(x)
         dtype = torch.float32 if box else plain.dtype

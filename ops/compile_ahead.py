@@ -32,7 +32,7 @@ try:
 except ImportError:  # no kernel is compiled without Triton
     GPUTarget = driver = CudaLauncher = CudaUtils = None
 
-LEAVE_FREE = 2  # cores of the machine, for the process that waits
+LEAVE_FREE = 2  # cores, for the process that waits
 
 
 # Launches as text ---------------------------------------------------------------------------------
@@ -138,9 +138,13 @@ def main() -> None:
     tasks = given["tasks"]
     for name in {json.loads(task)["kernel"][0] for task in tasks}:
         importlib.import_module(name)  # once, and not in each process
-    workers = max(1, min(len(tasks), (os.cpu_count() or 1) - LEAVE_FREE))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        pool.submit(CudaUtils)  # C code of Triton's own, as in `compile_task`
+    cores = len(os.sched_getaffinity(0))  # this process's, which may be fewer than the machine's
+    workers = max(1, min(len(tasks), cores - LEAVE_FREE))
+    fork = multiprocessing.get_context("fork")
+    # C code of Triton's own, as in `compile_task`. Without a CUDA context the process dies once the
+    # code is in the cache: in the pool, it would end all tasks.
+    fork.Process(target=CudaUtils).start()
+    with ProcessPoolExecutor(workers, fork) as pool:
         running = {pool.submit(compile_task, task): number for number, task in enumerate(tasks)}
         for future in as_completed(running):
             error = future.exception()

@@ -10,12 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-ACTIVATIONS = "silu", "clamped"
+ACTIVATIONS = "silu", "clamped", "relu_squared"
+OUTPUT_GATES = "sigmoid", "softplus"
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's."""
+    """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's.
+
+    "relu_squared" has no gate: it is computed of up alone.
+    """
 
     kind: str = "silu"
     limit: float = 0.0  # of "clamped"
@@ -26,8 +30,12 @@ class Activation:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"no kernel for the activation {self.kind!r}: known are {known}")
 
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu_squared"
 
-SWIGLU = Activation()
+
+SWIGLU, RELU_SQUARED = Activation(), Activation("relu_squared")
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,19 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """A gate of attention's output (ops/plain/gate.py): `wqkv` makes it after q, k and v."""
+
+    activation: str  # "sigmoid" or "softplus"
+    per_head: bool = False  # one number a head, else one for each number of the output
+
+    def __post_init__(self):
+        if self.activation not in OUTPUT_GATES:
+            known = ", ".join(OUTPUT_GATES)
+            raise ValueError(f"no kernel for the gate {self.activation!r}: known are {known}")
+
+
+@dataclass(frozen=True)
 class AttentionAdditions:
     """Additions to `model.Attention`."""
 
@@ -56,7 +77,7 @@ class AttentionAdditions:
     norm_values: bool = False  # values are normed, without a weight
     keys_are_values: bool = False  # values are the keys before norm and RoPE
     rope_begin: int = 0  # the layer's first column of `Context.rope`
-    gated: bool = False  # the output is multiplied by the sigmoid of a gate, after q, k and v
+    gate: OutputGate | None = None  # the output is multiplied by an activation of this gate
     projection: str = "wqkv"  # name of the module that makes q, k and v
 
 
@@ -76,6 +97,14 @@ class ExpertAdditions:
     activation: Activation | None = None  # None: SwiGLU, which `Experts.activation` must be
     shared: nn.Module | None = None  # a FeedForward that every token uses
     shared_gate: nn.Module | None = None  # a Linear [1, D], whose sigmoid weighs `shared`
+    latent: tuple[nn.Module, nn.Module] | None = None  # Linears before and after the experts
+
+
+@dataclass(frozen=True)
+class BlockAdditions:
+    """What a subclass of `model.Block` has."""
+
+    has_ffn: bool = True  # False: it is attention alone, normed, plus its residual
 
 
 @dataclass(frozen=True)

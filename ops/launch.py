@@ -50,7 +50,7 @@ class Kernel(triton.JITFunction if triton else object):
         super().__init__(function, **options)
         self.fitting: dict[tuple, object] = {}  # of `fit`
 
-    def run(self, *args, grid, warmup, cluster=1, **options):
+    def run(self, *args, grid, warmup, **options):
         if Kernel.collected is not None and not warmup:
             self.compile_for(*args, **options)
             return None
@@ -61,11 +61,6 @@ class Kernel(triton.JITFunction if triton else object):
         if pretended() and not warmup:
             check_needs(self, self.compile_for(*args, **options), shared_memory(args))
         try:
-            if cluster > 1 and not warmup:
-                code = super().run(*args, grid=grid, warmup=True, **options)
-                # The launcher reads the cluster's size here. As an option of the compiler it
-                # would divide tensors among the cluster's programs.
-                code.packed_metadata = code.packed_metadata[0], cluster, code.packed_metadata[2]
             return super().run(*args, grid=grid, warmup=warmup, **options)
         except Exception as error:
             if has_failed_on_gpu(error):
@@ -158,20 +153,15 @@ def launch(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    pdl: bool | None = None,
-    cluster: int = 1,
+    pdl: bool = True,
 ) -> None:
     """Launch a kernel: its parameters are `args`, then `s` and, if it waits for others, PDL.
 
     args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. warps: of a
     program. stages: loads in flight of a pipelined loop. registers: most of a lane. None: Triton's
-    choice. pdl: launch with programmatic dependent launch; None: where the GPU has it. cluster:
-    programs of a thread block cluster; the grid's first size counts clusters.
+    choice. pdl: launch with programmatic dependent launch where the GPU has it.
     """
-    options = launch_options(kernel, args, warps, stages, registers, pdl)
-    if cluster > 1:
-        options["cluster"] = cluster
-    kernel[grid](*args, settings, **options)
+    kernel[grid](*args, settings, **launch_options(kernel, args, warps, stages, registers, pdl))
 
 
 def launch_options(
@@ -180,7 +170,7 @@ def launch_options(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    pdl: bool | None = None,
+    pdl: bool = True,
 ) -> dict:
     """Return Triton's options for the arguments of `launch`."""
     options: dict = {"num_warps": warps}
@@ -189,7 +179,7 @@ def launch_options(
     if registers and gpu_of(device_of(args)).is_nvidia:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
-        pdl = gpu_has_pdl(device_of(args)) if pdl is None else pdl
+        pdl = pdl and gpu_has_pdl(device_of(args))
         options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     return options
 

@@ -62,14 +62,19 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     if missing:
         start()
         folder().mkdir(parents=True, exist_ok=True)
-        begin, options = time.perf_counter(), {"leave": False, "disable": None}
+        begin, options, errors = time.perf_counter(), {"leave": False, "disable": None}, []
         with tqdm(total=len(missing), bar_format=BAR, **options) as progress:
-            for number, is_done in started[0].compile(gpu, missing, cache_folder()):
+            for number, error in started[0].compile(gpu, missing, cache_folder()):
                 progress.update(1)
-                if is_done:
+                if error is None:
                     markers[missing[number]].touch()
+                else:
+                    errors.append(error)
+        done = sum(markers[task].exists() for task in missing)
         seconds = time.perf_counter() - begin
-        log.info(f"{len(missing)} kernels compiled side by side in {seconds:.1f} s")
+        log.info(f"{done} of {len(missing)} kernels compiled side by side in {seconds:.1f} s")
+        if errors:
+            log.info(f"{len(errors)} kernels are compiled when they first run: {errors[0]}")
     for path in remembered:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -13,6 +13,7 @@ from ops.attention.gqa import attend_tokens
 from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, one_part, takes_queries
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
+from ops.plain.ring import Ring
 from runtime.plain_forms import settings_of, undeclared
 
 KERNELS = "attend_kernel", "merge_kernel"
@@ -29,15 +30,13 @@ class FusedDecodeAttention(Attention):
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
-        # The next layer's, of the same shape: its cache is prefetched.
-        self.following: tuple[FusedDecodeAttention, ...] = ()
         self.sinks, self.projection = additions.sinks, additions.projection
+        self.gate = gate = additions.gate
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
-        self.gated = additions.gated
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         foreign = any(undeclared(norm, RMSNorm) for norm in norms)
         self.supported = takes_queries(1, self.heads[2]) and not foreign
-        self.settings = AttentionSettings(
+        settings = AttentionSettings(
             *self.heads,
             rotary_dim=self.rotary_dim,
             scale=additions.query_scale * self.heads[2] ** -0.5,
@@ -47,9 +46,11 @@ class FusedDecodeAttention(Attention):
             full_norm=self.qk_norm == "full",
             norm_values=additions.norm_values,
             keys_are_values=additions.keys_are_values,
-            gated=additions.gated,
+            gate=gate.activation if gate else "",
+            head_gate=gate is not None and gate.per_head,
             rope_begin=additions.rope_begin,
-        ).encoded()
+        )
+        self.settings, self.first_gate = settings.encoded(), settings.first_gate
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.wo(self.core(getattr(self, self.projection)(x), context))
@@ -93,11 +94,8 @@ class FusedDecodeAttention(Attention):
         """
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks
-        last = context.last if self.cache.is_ring else None
-        following = None
-        if self.following:
-            following = self.following[0].cache.stored()[0]
-        return attend_tokens(*tensors, self.settings, reach, last, following)
+        last = context.last if isinstance(self.cache, Ring) else None
+        return attend_tokens(*tensors, self.settings, reach, last)
 
 
 def fused_attention(attention: nn.Module) -> nn.Module:

@@ -213,10 +213,7 @@ class FusedRunner(CompiledRunner):
         def sample_step(state: StepState, logits: Tensor, count: int) -> None:
             if rule is not sample or count > MAX_CANDIDATES:
                 return compiled(state, logits, count)
-            s = state
-            draw = partial(
-                draw_tokens, logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token
-            )
+            draw = partial(draw_tokens, logits, state)
             if not self.runs("sampling", draw):
                 return compiled(state, logits, count)
             draw()

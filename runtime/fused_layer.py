@@ -36,7 +36,9 @@ from model import (
     swiglu,
 )
 from ops.declared import (
+    RELU_SQUARED,
     SWIGLU,
+    BlockAdditions,
     ExpertAdditions,
     LatentAdditions,
     NoAdditions,
@@ -189,6 +191,8 @@ class FusedExperts:
         self.activation = added.activation or SWIGLU
         if added.activation is None and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
+        if added.latent is not None:
+            raise ValueError("no kernels for experts in a latent space")
         self.w13, self.w2 = kernel_weight(self.experts.w13), kernel_weight(self.experts.w2)
         self.bias13 = getattr(self.experts.w13, "bias", None)
         self.bias2 = getattr(self.experts.w2, "bias", None)
@@ -222,12 +226,13 @@ class FusedExperts:
         Raises ValueError for one that the kernels do not compute.
         """
         biased = (self.bias13, shared.w13.bias, shared.w2.bias)
-        if self.activation != SWIGLU or any(bias is not None for bias in biased):
+        known = self.activation in (SWIGLU, RELU_SQUARED)
+        if not known or any(bias is not None for bias in biased):
             raise ValueError("no kernels for a shared expert with biases or another activation")
         count, rest = divmod(w13.out, self.w13.out)
         same = stacks_on(w13, self.w13) and stacks_on(w2, self.w2) and not rest
         # A shared expert's blocks of scales may not be divided.
-        uneven = self.w13.kind == "fp8b" and self.w13.out // 2 % self.w13.group != 0
+        uneven = self.w13.kind == "fp8b" and self.w2.width % self.w13.group != 0
         if same and not (count > 1 and uneven):
             return count
         if self.before.all_reduce or self.sum.all_reduce:
@@ -249,8 +254,9 @@ class FusedExperts:
         if "stacked" not in kept:
             count, w13, w2 = self.routing.shared, self.w13, self.w2
             if not self.apart:
-                w13 = stack(self.experts.w13, self.shared.w13, w13, count, rows=True)
-                w2 = stack(self.experts.w2, self.shared.w2, w2, count, rows=False)
+                parts = 2 if self.activation.gated else 1
+                w13 = stack(self.experts.w13, self.shared.w13, w13, count, parts)
+                w2 = stack(self.experts.w2, self.shared.w2, w2, count)
             rows = self.router.weight
             if self.gate is not None:
                 rows = torch.cat((rows, self.gate.weight))
@@ -291,7 +297,7 @@ class FusedExperts:
         before its wait, and polls the choice of the kernel before it.
         """
         w13, w2 = self.apart
-        h = moe_decode.gate_up_shared(normed, w13, scores, self.routing)
+        h = moe_decode.gate_up_shared(normed, w13, scores, self.routing, self.activation)
         return dense.dense_product(h, w2, dtype=torch.float32, **self.sum.of_product(x))
 
     def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,6 +345,26 @@ class FusedExperts:
         return normed, dots
 
 
+class NoExperts:
+    """Stands for FusedExperts in a block without an FFN."""
+
+    def __init__(self, block: Block):
+        self.sum = self.before = ResidualSum(block.add_attention)
+
+    def takes_tokens(self, tokens: int) -> bool:
+        return tokens == 1 or not self.sum.all_reduce
+
+    def prepare(self) -> None:
+        """There is nothing to stack."""
+
+    def forward(
+        self, x: Tensor, attended: Tensor | None, last: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        """Return x after attention, as `FusedExperts.forward` returns its own."""
+        several = self.sum.all_reduce
+        return several.fused_add(x, attended) if several else attended, None, None
+
+
 def stacks_on(shared: Weight, weight: Weight) -> bool:
     """Whether a shared expert's weight has the format of the experts' weight."""
     first, second = (
@@ -347,10 +373,13 @@ def stacks_on(shared: Weight, weight: Weight) -> bool:
     return first == second
 
 
-def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, rows: bool) -> Weight:
+def stack(
+    experts: nn.Module, shared: nn.Module, weight: Weight, count: int, row_parts: int = 0
+) -> Weight:
     """Return the weight [E, out, in] of experts followed by a shared expert's, as `count` of them.
 
-    rows: the shared expert is divided along its rows, which are gate, then up; else along `in`.
+    row_parts: the shared expert is divided along its rows, which are this many parts, gate and up;
+    0: along `in`.
     experts' own parameters become a part of the result, so that it takes no memory beside them.
     So does shared's if it counts as one; otherwise it stays, as a copy.
     """
@@ -358,10 +387,10 @@ def stack(experts: nn.Module, shared: nn.Module, weight: Weight, count: int, row
     parts = []
     for name in names:
         part, own = getattr(experts, name), getattr(shared, name).data
-        if count == 1 or (not rows and own.shape[-1] == 1):  # the latter: one scale a row
+        if count == 1 or (not row_parts and own.shape[-1] == 1):  # the latter: one scale a row
             pieces = own.expand(count, *own.shape)
-        elif rows:
-            pieces = own.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
+        elif row_parts:
+            pieces = own.unflatten(0, (row_parts, count, -1)).transpose(0, 1).flatten(1, 2)
         else:
             pieces = own.unflatten(-1, (count, -1)).movedim(-2, 0)
         joined = torch.cat((part.data, pieces))
@@ -379,12 +408,14 @@ class FusedLayer:
     """
 
     attention: FusedAttention
-    experts: FusedExperts
+    experts: FusedExperts | NoExperts
 
     def __init__(self, block: Block, experts: type[FusedExperts] = FusedExperts):
-        if type(block) is not Block or not isinstance(block.ffn, MoE):
-            raise ValueError("no kernels for a block that differs from model.Block")
-        self.attention, self.experts = FusedAttention(block), experts(block)
+        added = settings_of(block, Block, BlockAdditions)
+        if added.has_ffn and not isinstance(block.ffn, MoE):
+            raise ValueError("no kernels for an FFN without experts")
+        self.attention = FusedAttention(block)
+        self.experts = experts(block) if added.has_ffn else NoExperts(block)
 
     def forward(
         self, x: Tensor, context: Context, core, reach: int | None = None

@@ -1,29 +1,43 @@
-"""A long prompt's chunk: PyTorch's products and SDPA, and kernels of ours for what is between them.
+"""A long prompt's chunk: library products and SDPA, and kernels of ours for all else.
 
 PyTorch alone takes about seventy kernels a layer, most of which read and write all rows of all
 experts once more. `torch.compile` fuses them, too, but compiles for half a minute
 (`--compile_prefill`).
 """
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
-from ops.attention.prompt_heads import KERNEL, prompt_heads
-from ops.declared import Routing, SumAdditions
+from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
+from ops.attention.prompt_heads import KERNEL as HEADS
+from ops.attention.prompt_heads import prompt_heads
+from ops.declared import Activation, Routing, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
+from ops.plain.gate import gate_heads
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.prompt import grouped_mm
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
-from runtime.fused_layer import FusedLayer
+from runtime.fused_layer import FusedLayer, NoExperts
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
-ALL_KERNELS = *KERNELS, KERNEL, "_route", "join_tokens"
+ALL_KERNELS = *KERNELS, HEADS, KERNEL, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
+
+
+class SortedPairs(NamedTuple):
+    """A chunk's pairs of tokens and experts, sorted by expert."""
+
+    order: Tensor  # int64 [N]: token * active + choice
+    experts: Tensor | None  # int64 [N]; None: not needed
+    group_ends: Tensor  # int32 [E]
+    active: int  # A
 
 
 class ExpertRows:
@@ -36,6 +50,17 @@ class ExpertRows:
     def columns(self, like: Tensor) -> Tensor | None:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
+
+    def activate_tokens(
+        self, x: Tensor, pairs: SortedPairs, activation: Activation, columns: Tensor | None
+    ) -> Tensor:
+        """x [T, in] -> the activation of w13's product [N, out / 2], in the order of `columns`."""
+        own, (order, experts, group_ends, active) = self.columns(x), pairs
+        if own is not None:
+            x = gather_rows(x, None, 1, own)
+            return self.module.activate_tokens(x, group_ends, order, active, activation, columns)
+        both = self.multiply(gather_rows(x, order, active, None), group_ends)
+        return activate_rows(both, activation, self.bias, experts, columns)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
@@ -50,6 +75,8 @@ class PromptLayer:
     def __init__(self, block: Block, layer: FusedLayer):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             raise ValueError("several ranks sum by kernels of their own")
+        if isinstance(layer.experts, NoExperts):
+            raise ValueError("no kernels for a block without experts")
         experts = block.ffn.experts
         self.block, self.experts = block, layer.experts
         self.attention = layer.attention.attention
@@ -70,9 +97,12 @@ class PromptLayer:
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
-        heads = attend_chunk(q, k, v, attention.window, attention.sinks)
-        if attention.gated:
-            heads = heads * projected[:, -heads.shape[1] :].sigmoid()
+        given = q, k, v, attention.window, attention.sinks
+        kernel = attends_prompt(q, attention.window, attention.sinks)
+        heads = attend_prompt(*given) if kernel else attend_chunk(*given)
+        if attention.gate:
+            gate = projected[:, attention.first_gate :]
+            heads = gate_heads(heads, gate, attention.gate.activation)
         return attention.wo(heads.unsqueeze(0))
 
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,10 +115,8 @@ class PromptLayer:
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
-        rows = gather_rows(given, order, active, w13.columns(given))
-        both = w13.multiply(rows, group_ends)
-        activation, columns = self.experts.activation, w2.columns(given)
-        hidden = activate_rows(both, activation, w13.bias, experts, columns)
+        pairs = SortedPairs(order, experts, group_ends, active)
+        hidden = w13.activate_tokens(given, pairs, self.experts.activation, w2.columns(given))
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights

@@ -8,6 +8,8 @@ import torch
 
 from model import KVCache, Transformer
 from ops.plain.attention import BLOCK
+from ops.plain.ring import Ring
+from runtime.sequence_state import SequenceState
 from runtime.snapshots import snapshots_kept
 
 KEPT = 4  # conversations that stay cached, at least
@@ -44,8 +46,8 @@ def cache_bytes(
     """
     like = torch.empty(0, dtype=dtype, device="meta")
     attentions = [block.attention for block in model.layers]
-    states = [a.allocate(batch, length, cache_class, like) for a in attentions]
-    rings = sum(s.nbytes for s in states if getattr(s, "is_ring", False))
+    states: list[SequenceState] = [a.allocate(batch, length, cache_class, like) for a in attentions]
+    rings = sum(s.nbytes for s in states if isinstance(s, Ring))
     return sum(s.nbytes for s in states) + rings * snapshots_kept(rings // batch)
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from model import SHORT_CACHE, Chunk, Transformer
+from model import Chunk, Transformer
 from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
+from ops.plain.attention import SHORT_CACHE
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner
@@ -85,8 +86,7 @@ class Prompts(DecodeSteps):
             for size in steps:
                 logits = torch.empty(size, self.seen.shape[1], device=self.device)
                 rows, _ = self.first_rows(size)
-                own = rows.seen, rows.controls, rows.seeds, rows.position, rows.last, rows.token
-                draw_tokens(logits, *own)
+                draw_tokens(logits, rows)
                 if self.outbox:
                     self.outbox.post(rows.token)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ops.plain.ring import RING_SPARE
+from ops.plain.ring import RING_SPARE, Ring
 from runtime.sequence_state import MAX_TENTATIVE, SequenceState
 
 MAX_SNAPSHOTS = 8  # kept for a sequence; each is as large as its recurrent states, or its rings
@@ -32,7 +32,7 @@ class Snapshots:
         self.taken: list[dict[int, list[Tensor]]] = [{} for _ in range(rows)]
         self.written = [0] * rows  # tokens that each row's rings have taken in, at most
         limited = [state for state in states if state.recurrent(0)]
-        only_rings = all(getattr(state, "is_ring", False) for state in limited)
+        only_rings = all(isinstance(state, Ring) for state in limited)
         self.slack = RING_SLACK if only_rings else 0  # tokens that need no copy
         size = sum(t.nbytes for group in self.live[0] for t in group)
         self.most = snapshots_kept(size)

@@ -181,6 +181,49 @@ FAMILIES = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # One layer of four has attention, without RoPE; one group of heads; multipliers.
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridForCausalLM(
+        transformers.GraniteMoeHybridConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            intermediate_size=96,
+            shared_intermediate_size=80,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            layer_types=[*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            mamba_n_heads=8,
+            mamba_d_head=16,
+            mamba_d_state=32,
+            mamba_chunk_size=64,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.7,
+            logits_scaling=1.5,
+            tie_word_embeddings=True,
+        )
+    ),
+    # A mixer without an FFN, a dense FFN, a group of heads each; no lower limit of time steps,
+    # which transformers has in prompts alone.
+    "nemotron_h": lambda: transformers.NemotronHForCausalLM(
+        transformers.NemotronHConfig(
+            **COMMON | {"num_hidden_layers": 8},
+            hybrid_override_pattern="MEM*EM-*",
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=96,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=32,
+            chunk_size=64,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            moe_shared_expert_intermediate_size=80,
+            routed_scaling_factor=2.5,
+            time_step_min=1e-30,
+        )
+    ),
     # LayerNorm, biases everywhere, LongRoPE.
     "phimoe": lambda: transformers.PhimoeForCausalLM(
         transformers.PhimoeConfig(
@@ -300,6 +343,106 @@ FAMILIES = {
                 "rope_theta": 1e4,
                 "partial_rotary_factor": 0.5,
             },
+        )
+    ),
+    # Short convolutions with biases, one attention layer, a dense first layer, sigmoid routing.
+    "lfm2_moe": lambda: transformers.Lfm2MoeForCausalLM(
+        transformers.Lfm2MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            num_experts=12,
+            num_experts_per_tok=3,
+            num_dense_layers=1,
+            routed_scaling_factor=1.7,
+            conv_bias=True,
+            layer_types=["conv", "full_attention", "conv"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Heads differ by layer, a gate a head, YaRN of half a head in full layers, a dense first layer.
+    "laguna": lambda: transformers.LagunaForCausalLM(
+        transformers.LagunaConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_attention_heads_per_layer=[8, 4, 12],
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            moe_routed_scaling_factor=2.5,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "beta_fast": 8.0,
+                    "attention_factor": 1.1,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+        )
+    ),
+    # Sinks and a window in every second layer, no RoPE in the others, a dense first layer.
+    "flint": lambda: transformers.FlintForCausalLM(
+        transformers.FlintConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=96,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            mlp_only_layers=[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Windows, RoPE by kind of layer.
+    "mellum": lambda: transformers.MellumForCausalLM(
+        transformers.MellumConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )
+    ),
+    # Norms around sublayers, a window but in the last layer, which has no RoPE.
+    "kolibri1": lambda: transformers.Kolibri1ForCausalLM(
+        transformers.Kolibri1Config(
+            **COMMON,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=80,
+            num_key_value_heads=4,
+            head_dim=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
 }
@@ -431,11 +574,25 @@ def smoke_diagonal(*axes: Iterable, also: Iterable[tuple] = ()) -> list:
 
 def hub_keys(config: dict) -> dict:
     """Rename the keys of transformers 5's config.json to those on the Hub (transformers 4)."""
+    if config["model_type"] == "nemotron_h":  # no RoPE
+        letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+        pattern = "".join(letters[kind] for kind in config["layers_block_type"])
+        kept = {key: config[key] for key in config.keys() - {"layers_block_type", "layer_types"}}
+        limits = {"time_step_limit": [0.0, float("inf")], "num_hidden_layers": len(pattern)}
+        return kept | limits | {"hybrid_override_pattern": pattern, "rope_theta": 10000}
     config, rope, model_type = dict(config), dict(config["rope_parameters"]), config["model_type"]
     if model_type == "gemma4_text":
         first, *_ = config.pop("per_layer_config").values()
         heads = {"num_global_key_value_heads": first["num_key_value_heads"]}
         return config | heads | {"global_head_dim": first["head_dim"]}
+    if model_type == "laguna":  # with keys of poolside's own code
+        dense = {"mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True}
+        rope["original_max_position_embeddings"] = 32
+        gates = {"gating": "per-head", "gating_types": ["per_head"] * 3}
+        return config | dense | gates | {"rope_parameters": rope}
+    if model_type == "mellum":
+        counts = {"num_experts": config.pop("num_local_experts")}
+        return config | counts | {"use_sliding_window": True, "max_window_layers": 0}
     del config["rope_parameters"]
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.pop("rope_type")
@@ -472,7 +629,7 @@ def randomize(peer: "transformers.PreTrainedModel") -> None:
             std = 0.5 if name.endswith("conv1d.weight") else std
             parameter.copy_(mean + torch.randn_like(parameter) * std)
         for name, buffer in peer.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.normal_(0.7, 0.1)

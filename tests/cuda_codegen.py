@@ -31,11 +31,11 @@ from benchmarks.inductor_code import (
 from formats import FORMATS
 from formats.kv_cache import Int8KVCache
 from formats.packed import PackedExpertLinear, PackedLinear
-from model import Block, Context, ExpertLinear, KVCache, Mask, ModelArgs, RMSNorm
+from model import Block, Context, ExpertLinear, KVCache, ModelArgs, RMSNorm
 from models import ARCHITECTURES, build_model
 from models.random_weights import first_layers
 from ops.inductor import configure_inductor, materialize
-from ops.plain.attention import attend, attend_blocks, blocks_in_use
+from ops.plain.attention import Mask, attend, attend_blocks, blocks_in_use
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import BEGIN_OPTIONS, begin_plainly
 from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample

@@ -69,6 +69,18 @@ ATTENTION = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm",
+    # LFM2
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
 }
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -84,6 +96,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "qwen2_moe": "qwen2moe",
     "granitemoe": "granitemoe",
+    "lfm2_moe": "lfm2moe",
 }
 POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
 
@@ -99,6 +112,7 @@ def entries(config, state: dict[str, Tensor]) -> list[Entry]:
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
+        "model.embedding_norm.weight": "token_embd_norm.weight",
     }
     shift = {"make": lambda t: t + 1, "moved": False} if arch.startswith("qwen3") else {}
     shift = {} if arch == "qwen3moe" else shift
@@ -176,6 +190,8 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         "mlp.experts.down_proj_bias": ("ffn_down_exps.bias", lambda t: t),
         "self_attn.sinks": ("attn_sinks.weight", lambda t: t),
         "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
+        "feed_forward.expert_bias": ("exp_probs_b.bias", lambda t: t),
+        "conv.conv.weight": ("shortconv.conv.weight", lambda t: t.squeeze(1)),
         "layer_scalar": ("layer_output_scale.weight", lambda t: t),
         "router.scale": ("ffn_gate_inp.scale", lambda t: t),
         "router.per_expert_scale": ("ffn_down_exps.scale", lambda t: t),
@@ -265,7 +281,7 @@ def values(config) -> dict:
         "feed_forward_length": getattr(c, "intermediate_size", 0),
         "attention.head_count": c.num_attention_heads,
         "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(c, "rms_norm_eps", 0) or c.norm_eps),
         "rope.freq_base": float(rope["rope_theta"]),
         "expert_count": experts,
         "expert_used_count": active,
@@ -301,6 +317,16 @@ def values(config) -> dict:
         found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
     if arch in ("glm4moe", "deepseek2"):
         found |= sigmoid_values(c, arch, rope)
+    if arch == "lfm2moe":
+        kinds = c.layer_types
+        found |= {
+            "attention.head_count_kv": [
+                c.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds
+            ],
+            "shortconv.l_cache": c.conv_L_cache,
+            "leading_dense_block_count": c.num_dense_layers,
+            "expert_gating_func": 2,
+        }
     if arch == "qwen2moe":
         found["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
     if arch == "granitemoe":

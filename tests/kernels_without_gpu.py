@@ -7,7 +7,7 @@ NAME (default: all):
     grouped    grouped GEMM in every format
     dot4, dot4, few
                GEMV in the 4-bit formats
-    words      products of words by shifts, as GPUs of other makers compute them
+    words      products of words by shifts, and by the instructions of NVIDIA's GPUs
     attend     attention over blocks of an int8 cache; latent attention
     token, token, few
                the fused decode-attention kernel
@@ -52,11 +52,11 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Chunk, Context, KVCache, Mask, ModelArgs, weighted_sum
-from models import ARCHITECTURES
-from models.gemma4 import Gemma4Transformer
+from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
+from models import ARCHITECTURES, family_of
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
+from models.layers.layer_rope import LayerRope
 from models.random_weights import first_layers
 from ops.attention import (
     gqa,
@@ -71,10 +71,10 @@ from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms
-from ops.plain.attention import attend, causal_bias
+from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, fixed_join, gemv, operands, pipeline, units
+from ops.products import codes, fixed_join, gemv, operands, pipeline, units, words
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
@@ -406,7 +406,7 @@ def add_dot(total: tl.tensor, codes: np.ndarray, x: np.ndarray) -> tl.tensor:
 
 
 def twin(word, x_even, x_odd, even, odd):
-    """Replace `codes._add_word`, whose inline assembly takes four codes at a time.
+    """Replace `codes.dot_nibbles`.
 
     In NumPy: half of these tests' time would pass in Triton's interpreter.
     """
@@ -415,78 +415,82 @@ def twin(word, x_even, x_odd, even, odd):
     return even, add_dot(odd, codes & 0xF0, fields(x_odd, np.int16))
 
 
-def e2m1_twin(word, x_low, x_high, low, high, *table):
-    """Replace `codes._add_e2m1`: 12 + 2 * number, from exponent and mantissa."""
+def looked_up_twin(word, x_low, x_high, low, high, table, SIGNED):
+    """Replace `codes.dot_looked_up`: iq4 numbers, or 12 + 2 * number from exponent and mantissa."""
     codes = word.handle.data[..., None] >> np.arange(0, 32, 4)
     exponent, mantissa = codes >> 1 & 3, codes & 1
     twice = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent - 1, 0))
-    values = 12 + np.where(codes & 8 == 0, twice, -twice)
+    values = np.array(IQ4, np.int32)[codes & 15]
+    if not SIGNED:
+        values = 12 + np.where(codes & 8 == 0, twice, -twice)
     low = add_dot(low, values[..., :4], fields(x_low, np.int16))
     return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
 
 
-def bytes_twin(word, x, total):
-    """Replace `codes._add_bytes`, which is inline assembly."""
-    return add_dot(total, fields(word, np.int8), fields(x, np.int16))
+def bytes_twin(word, x, total, SIGNED):
+    """Replace `codes.dot_bytes`."""
+    return add_dot(total, fields(word, np.int8 if SIGNED else np.uint8), fields(x, np.int16))
 
 
 def five_bits_twin(word, high, x_even, x_odd, total, M):
-    """Replace `codes.add_five_bits`."""
+    """Replace `codes.dot_five_bits`."""
     codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 2 * M
     total = add_dot(total, codes & 15 | (above & 1) << 4, fields(x_even, np.int16))
     return add_dot(total, codes >> 4 | (above >> 1 & 1) << 4, fields(x_odd, np.int16))
 
 
 def six_bits_twin(word, high, x_low, x_high, low, high_sum, M):
-    """Replace `codes.add_six_bits`."""
+    """Replace `codes.dot_six_bits`."""
     codes, above = fields(word, np.uint8), fields(high, np.uint8) >> 4 * M
     first, second = codes & 15 | (above & 3) << 4, codes >> 4 | (above >> 2 & 3) << 4
     low = add_dot(low, 4 * (first - 32), fields(x_low, np.int16))
     return low, add_dot(high_sum, 4 * (second - 32), fields(x_high, np.int16))
 
 
-def iq4_twin(word, x_low, x_high, low, high, table):
-    """Replace `codes.add_iq4`."""
-    values = np.array(IQ4, np.int32)[word.handle.data[..., None] >> np.arange(0, 32, 4) & 15]
-    low = add_dot(low, values[..., :4], fields(x_low, np.int16))
-    return low, add_dot(high, values[..., 4:], fields(x_high, np.int16))
-
-
 def pair_twin(pair, total):
-    """Replace `operands._add_pair`."""
+    """Replace `operands.add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
+def select_twin(first, second, codes):
+    """Replace `words._select`, which is the instruction prmt."""
+    table = np.concatenate([fields(part, np.int8) for part in (first, second)], -1)
+    code = codes.handle.data[..., None] >> np.arange(0, 16, 4) & 15
+    byte = np.take_along_axis(table, code & 7, -1)
+    data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
+    return tl.tensor(TensorHandle(data, tl.int32), first.type)
+
+
 def replace_four_bits() -> None:
-    """Let the interpreter run products of codes without inline assembly."""
-    codes._add_bytes = bytes_twin
-    codes._add_word, codes._add_e2m1, operands._add_pair = twin, e2m1_twin, pair_twin
-    codes.add_five_bits, codes.add_six_bits, codes.add_iq4 = five_bits_twin, six_bits_twin, iq4_twin
+    """Let the interpreter run products of codes in NumPy."""
+    codes.dot_bytes, codes.dot_nibbles, operands.add_pair = bytes_twin, twin, pair_twin
+    codes.dot_five_bits, codes.dot_six_bits = five_bits_twin, six_bits_twin
+    codes.dot_looked_up = looked_up_twin
 
 
 @triton.jit
-def words_kernel(words, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
+def words_kernel(given, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
     """Multiply words by x as each kind of code does, by the functions that are called there."""
     at = tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
-    word, high = tl.load(words + at), tl.load(words + 64 + at)
+    word, high = tl.load(given + at), tl.load(given + 64 + at)
     x, y = tl.load(numbers + at), tl.load(numbers + 64 + at)
-    low = tl.load(words + 128 + at) >> 4
+    low = tl.load(given + 128 + at) >> 4
     odd = low
     zero = tl.program_id(0)
     if CASE == "bytes":
-        low = codes._add_bytes(word, x, low)
+        low = codes.dot_bytes(word, x, low, True)
     elif CASE == "word":
-        low, odd = codes._add_word(word, x, y, low, odd)
+        low, odd = codes.dot_nibbles(word, x, y, low, odd)
     elif CASE == "e2m1":
-        low, odd = codes._add_e2m1(word, x, y, low, odd, codes.e2m1_table(zero))
+        low, odd = codes.dot_looked_up(word, x, y, low, odd, codes.e2m1_table(zero), False)
     elif CASE == "five":
-        low = codes.add_five_bits(word, high, x, y, low, M)
+        low = codes.dot_five_bits(word, high, x, y, low, M)
     elif CASE == "six":
-        low, odd = codes.add_six_bits(word, high, x, y, low, odd, M)
+        low, odd = codes.dot_six_bits(word, high, x, y, low, odd, M)
     elif CASE == "iq4":
-        low, odd = codes.add_iq4(word, x, y, low, odd, codes.iq4_table(zero))
+        low, odd = codes.dot_looked_up(word, x, y, low, odd, codes.iq4_table(zero), True)
     else:
-        low = operands._add_pair(word, low)
+        low = operands.add_pair(word, low)
     tl.store(out + at, low)
     tl.store(out + 64 + at, odd)
 
@@ -496,13 +500,13 @@ WORDS = {"bytes": 1, "word": 1, "e2m1": 1, "five": 4, "six": 2, "iq4": 1, "pair"
 
 def products_of_words() -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32, generator=random)
+    given = torch.randint(-(2**31), 2**31, (192,), dtype=torch.int32, generator=random)
     numbers = torch.randint(-(2**63), 2**63 - 1, (128,), generator=random)
     found = []
     for case, count in WORDS.items():
         for m in range(count):
             out = torch.zeros(128, dtype=torch.int32)
-            words_kernel[(1,)](words, numbers, out, case, m)
+            words_kernel[(1,)](given, numbers, out, case, m)
             found.append(out)
     return found
 
@@ -535,16 +539,23 @@ def different_units() -> list[int]:
 
 
 def different_words() -> list[int]:
-    """Compare what GPUs of other makers compute by shifts with the twins in NumPy.
+    """Compare what GPUs compute, by shifts and by NVIDIA's instructions, with the twins in NumPy.
 
     Return how many of 128 sums differ, of each case.
     """
     by_shifts = products_of_words()
+    instructions = mock.patch.multiple(
+        words, _select=select_twin, dot_bytes=bytes_twin, add_pair=pair_twin
+    )
+    own = mock.patch.multiple(codes, dot_bytes=bytes_twin)
+    pairs = mock.patch.object(operands, "add_pair", pair_twin)
+    with instructions, own, pairs, mock.patch.object(tl.target_info, "is_cuda", lambda: True):
+        by_instructions = products_of_words()
     replace_four_bits()
     twins = products_of_words()
     assert all(len(found.unique()) > 60 for found in twins)
-    different = [int((a != b).sum()) for a, b in zip(by_shifts, twins, strict=True)]
-    return different + different_units()
+    others = zip(by_shifts + by_instructions, twins + twins, strict=True)
+    return [int((a != b).sum()) for a, b in others] + different_units()
 
 
 def dot4_code(case: tuple) -> dict[str, int]:
@@ -992,26 +1003,43 @@ def token_error(
     return fused_error(layer, settings, x, context, kv)
 
 
-def gemma4_token_error(is_global: bool, queries: int = 1) -> float:
-    """The same for Gemma 4's layers: normed values, a part of the rope table, keys as values."""
+SMALL = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, vocab_size=32, n_expert=8, intermediate=16)
+GEMMA4 = SMALL | dict(
+    sliding_window=20,
+    global_head_dim=32,
+    global_kv_head=1,
+    global_rotary_dim=8,
+    shared_intermediate=16,
+)
+LAGUNA = SMALL | dict(
+    sliding_window=20,
+    dense_intermediate=16,
+    shared_intermediate=16,
+    n_head=6,
+    layer_heads=(4, 6, 6, 6, 4, 6),
+    full_rope=LayerRope(1e4, 8),
+)
+FLINT = SMALL | dict(sliding_window=20, dense_intermediate=16, shared_intermediate=16)
+# Name in ARCHITECTURES, changed args, layer.
+LAYERS = {
+    "Gemma 4's window layer": ("gemma-4-26B-A4B", GEMMA4, 0),
+    "Gemma 4's global layer": ("gemma-4-26B-A4B", GEMMA4, 5),
+    "Laguna's full layer, a gate a head": ("Laguna-XS-33B-A3B", LAGUNA, 0),
+    "Laguna's window layer, a gate a number": (
+        "Laguna-XS-33B-A3B",
+        LAGUNA | {"gate": "element"},
+        1,
+    ),
+    "Flint's full layer, not rotated": ("Flint-40B-A2.5B", FLINT, 0),
+}
+
+
+def layer_token_error(name: str, changes: dict, number: int, queries: int = 1) -> float:
+    """The same for a layer of a family's model, with what the family adds."""
     torch.manual_seed(0)
-    args = replace(
-        ARCHITECTURES["gemma-4-26B-A4B"],
-        dim=64,
-        n_head=4,
-        n_kv_head=2,
-        head_dim=16,
-        sliding_window=20,
-        global_head_dim=32,
-        global_kv_head=1,
-        global_rotary_dim=8,
-        vocab_size=32,
-        n_expert=8,
-        intermediate=16,
-        shared_intermediate=16,
-    )
-    model = Gemma4Transformer(first_layers(args, 6))
-    layer, S = model.layers[5 if is_global else 0].attention, 128
+    args = replace(first_layers(ARCHITECTURES[name], 6), **changes)
+    model = family_of(args).model_class(args)
+    layer, S = model.layers[number].attention, 128
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
     positions, (_, K, C) = torch.tensor([[40], [3]]) + torch.arange(queries), layer.heads
@@ -1129,7 +1157,7 @@ def attention_code(
     """Return the kernels of `attend_tokens` for one sequence, compiled."""
     C, empty = layer.head_dim, partial(torch.empty, dtype=dtype)
     stored = kind((1, layer.kv_heads, S, C), dtype, torch.device("cpu")).stored()
-    qkv, rope = empty(1, Q, layer.projected * C), torch.empty(1, Q, 1, 2 * C)
+    qkv, rope = empty(1, Q, layer.projected), torch.empty(1, Q, 1, 2 * C)
     weights = [None if width is None else empty(width) for width in (*norms, sinks)]
     positions = torch.empty(1, Q, dtype=torch.int64)
     tensors = qkv, rope, positions, *stored, *weights
@@ -1191,7 +1219,8 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
         sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
-        layer = replace(layer, gated=more == "gated", full_norm=qk_norm == "full")
+        gate = "sigmoid" if more == "gated" else ""
+        layer = replace(layer, gate=gate, full_norm=qk_norm == "full")
         norms = norm_widths(qk_norm, H, K, C)
         for name, code in attention_code(layer, 8, S, torch.bfloat16, kind, norms, sinks):
             asm = code.asm["sass"]
@@ -1315,7 +1344,7 @@ def fused_latent_core(layer: LatentAttention, tile: Tile, qkv: Tensor, context: 
     stored, at = layer.cache.stored(), (context.rope, context.positions)
     x = LatentTensors(q.flatten(0, 1), kv.flatten(0, 1), *at, *stored, *weights)
     settings = LatentSettings(*layer.sizes, layer.scale, layer.wkv.shape[1] - N, layer.kv_norm.eps)
-    return mla.attend_latent_tokens(x, settings, tile, pdl=False).unflatten(0, qkv.shape[:2])
+    return mla.attend_latent_tokens(x, settings, tile).unflatten(0, qkv.shape[:2])
 
 
 def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
@@ -1353,7 +1382,7 @@ def attend_code() -> dict[str, dict[str, int]]:
         cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
         q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
         positions = torch.zeros(1, Q, dtype=torch.int64)
-        tensors = q, cache.kv, cache.scale.kv, positions
+        tensors = q, cache.kv, cache.scale, positions
         (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
         asm = code.asm["sass"]
         found[f"{Q} queries, {H} heads, {K} KV heads"] = {
@@ -1385,8 +1414,7 @@ def without_assembly() -> None:
 def token_errors() -> dict[str, float]:
     without_assembly()
     found = {name: token_error(*case) for name, case in TOKEN.items()}
-    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
-    found |= {name: gemma4_token_error(is_global) for name, is_global in kinds.items()}
+    found |= {name: layer_token_error(*case) for name, case in LAYERS.items()}
     return found | {"a gated output": gated_token_error()}
 
 
@@ -1404,16 +1432,16 @@ def begin_errors() -> dict[str, float]:
 
 
 def few_token_errors() -> dict[str, float]:
-    """`token_errors` of three forms: without and with a norm, and with a window and sinks."""
+    """`token_errors` of four forms: without and with a norm, a window and sinks, a gate a head."""
     without_assembly()
     names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
-    return {name: token_error(*TOKEN[name]) for name in names}
+    found, gated = {name: token_error(*TOKEN[name]) for name in names}, list(LAYERS)[2]
+    return found | {gated: layer_token_error(*LAYERS[gated])}
 
 
 def more_queries_errors() -> dict[str, float]:
     found = queries_errors(MORE_QUERIES) | {"a gated output": gated_token_error(5)}
-    kinds = {"Gemma 4's window layer": False, "Gemma 4's global layer": True}
-    return found | {name: gemma4_token_error(is_global, 3) for name, is_global in kinds.items()}
+    return found | {name: layer_token_error(*case, 3) for name, case in LAYERS.items()}
 
 
 def queries_errors(cases: dict[str, tuple]) -> dict[str, float]:

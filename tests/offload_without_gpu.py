@@ -47,8 +47,9 @@ def place_differences() -> int:
             # -1 and E are experts of other ranks.
             chosen = torch.randint(-1, E + 1, (P,), generator=generator)
             places = expert_paging.place_plainly, expert_paging.place_by_kernel
+            how = R, call % 4 == 3  # a prediction
             found = [
-                [*function(chosen, cache.table(call % 3 > 0), R), *cache.buffers()]
+                [*function(chosen, cache.table(call % 3 > 0), *how), *cache.buffers()]
                 for function, cache in zip(places, caches, strict=True)
             ]
             wrong += not all(map(torch.equal, *found))
@@ -108,10 +109,12 @@ def model_errors(family: str, format: str) -> dict:
             model = small_model(family, format)
             offload_model(model, 2 * model.args.n_active)
             set_copies(offloaded_layers(model), copies)
+            for layer in offloaded_layers(model):
+                layer.prefetches = copies[-1] > 0
             got = run(model, FusedOffloadRunner(model), calls)
             found["errors"].append(relative(got, want))
             counts = expert_counters(model)
-            names = ("hits", "misses", "on_cpu")
+            names = ("hits", "misses", "on_cpu", "prefetched")
             found["counts"] = [sum(each[name] for each in counts) for name in names]
     return found
 

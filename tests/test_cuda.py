@@ -26,7 +26,7 @@ from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
-from model import SHORT_CACHE, ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
+from model import ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
@@ -41,6 +41,7 @@ from ops import launch as jit
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
+from ops.plain.attention import SHORT_CACHE
 from ops.products import experts as moe_decode
 from ops.products import gemv
 from ops.products.tilings import Tiles
@@ -128,6 +129,7 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
 
 
 NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gemma4")
+NEW_FAMILIES += ("laguna", "flint", "mellum", "kolibri1")
 
 
 def family_sessions(directory, dtype: torch.dtype = torch.float32, **options) -> list[Session]:
@@ -432,8 +434,9 @@ SHARED = (
     "qwen2_moe",
     "qwen3_next",
     "qwen3_5_moe",
+    "laguna",
 )  # the shared expert has to be as wide as whole ones
-NOT_FUSED = "phimoe", "gemma4", "deepseek_v2", "deepseek_v3"  # the latter have groups of experts
+NOT_FUSED = "phimoe", "gemma4", "kolibri1", "deepseek_v2", "deepseek_v3"  # the last two have groups
 
 
 def check_several_tokens(
@@ -509,7 +512,7 @@ def test_experts_in_host_memory(settings, compile):
     for _ in range(2):
         assert list(session.stream(ids, 60, GREEDY)) == want
     totals = {name: sum(counts[name] for counts in expert_counters(model)) for name in COUNTERS}
-    assert totals["misses"] > 100  # a prompt's experts are copied
+    assert totals["misses"] >= 40  # a prompt's experts are copied: 5 in each of 8 layers
     assert (totals["on_cpu"] > 100) == (settings.compute != "gpu")
 
 

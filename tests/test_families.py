@@ -21,6 +21,7 @@ REQUIRED = {
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 32},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 LONGROPE = {
@@ -67,15 +68,15 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture):
     config.allow_global_per_layer_attribute_access = True
     assert args_from_hf({"architectures": [architecture], **required}) == args_from_hf(given)
     assert args_from_hf({"model_type": family.name, **required}) == args_from_hf(given)
+    rope = config.rope_parameters
+    rope = rope.get("sliding_attention", rope)  # Gemma 4 and Laguna have a set for each kind
     for key, value in family.defaults.items():
         if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
-            assert config.rope_parameters[key] == value
+            assert rope.get(key, 1.0) == value
         elif key != "sliding_window":
             assert getattr(config, key) == value, key
     for key, value in family.rope.items():
         assert config.rope_parameters[key] == value, key
-    rope = config.rope_parameters
-    rope = rope.get("sliding_attention", rope)  # Gemma 4 has a set for each kind of layer
     assert rope["rope_theta"] == args_from_hf(given).rope_theta
 
 
@@ -241,6 +242,21 @@ REFUSED = {
         dict(q_lora_rank=0),
         dict(hidden_act="gelu"),
         dict(rope_scaling={"factor": 2.0, "rope_type": "dynamic"}),
+    ],
+    "Lfm2Moe": [
+        dict(layer_types=None),
+        dict(layer_types=["conv"] * 31),
+        dict(layer_types=["conv"] * 31 + ["sliding_attention"]),
+        dict(conv_L_cache=1),
+        dict(conv_L_cache="3"),
+        dict(conv_bias=0),
+        dict(use_expert_bias=False),
+        dict(num_dense_layers=-1),
+        dict(routed_scaling_factor=0),
+        dict(norm_eps=0),
+        dict(tie_embedding=1),
+        dict(hidden_act="gelu"),
+        dict(rope_parameters={"rope_type": "dynamic"}),
     ],
     "GptOss": [
         dict(sliding_window=0),

@@ -27,13 +27,14 @@ from runtime.session import Session
 READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-    *("olmoe", "qwen2_moe", "granitemoe"),
+    *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
 SAID = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
     "qwen2_moe": {"norm_topk_prob": False},
+    "lfm2_moe": {"conv_bias": False, "routed_scaling_factor": 1.0},
 }
 
 # Sizes of which K-quants have whole blocks.
@@ -140,6 +141,14 @@ WIDE_CONFIGS = {
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
         logits_scaling=2.0,
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **WIDE | FEW,
+        intermediate_size=256,
+        num_key_value_heads=4,
+        num_experts=4,
+        num_dense_layers=1,
+        layer_types=["full_attention", "conv"],
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **WIDE | FEW,

@@ -106,7 +106,7 @@ def test_ranks_read_their_rows_of_each_range(name, parallel, tmp_path):
                 assert tensor.shape == getattr(local.get_submodule(owner), leaf).shape
                 setattr(local.get_submodule(owner), leaf, torch.nn.Parameter(tensor, False))
             full = weight(modules[path])
-            parts = tp.shard_slices(full.shape, shard.table[tp.table_key(path)], rank, 2)
+            parts = tp.shard_slices(full.shape, tp.shard_of(shard.table, path), rank, 2)
             assert torch.equal(weight(local), torch.cat([full[at] for at in parts], dim=-2))
 
 

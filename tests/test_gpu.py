@@ -283,18 +283,6 @@ def test_an_old_gpu_launches_nothing():
 MODES = "bf16", *FORMATS
 
 
-def modes_of(name: str) -> list[str]:
-    """Return the formats whose groups divide the model's rows."""
-    found = []
-    for mode in MODES:
-        try:
-            number_format(mode, ARCHITECTURES[name])
-        except ValueError:
-            continue
-        found.append(mode)
-    return found
-
-
 # As the files UD-Q4_K_XL and Q4_K_M have their shared experts
 MIXED = "Qwen3.6-35B-A3B:q4_k+q8_0", "GLM-4.5-Air:q5_k+q6_k", "Qwen1.5-MoE-A2.7B:q4_0+bf16"
 
@@ -329,8 +317,11 @@ def test_launches_compile_for_amd(gpu_name, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu_name", ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
-@pytest.mark.parametrize(
-    "case", [f"{name}:{mode}" for name in ARCHITECTURES for mode in modes_of(name)]
-)
+@pytest.mark.parametrize("case", [f"{name}:{mode}" for name in ARCHITECTURES for mode in MODES])
 def test_launches_of_all_models_fit(gpu_name, case):
+    name, mode = case.split(":")
+    try:
+        number_format(mode, ARCHITECTURES[name])
+    except ValueError as error:
+        pytest.skip(f"groups do not divide the model's rows: {error}")
     check_launches((gpu_name,), (case,))

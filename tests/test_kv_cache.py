@@ -62,7 +62,7 @@ def in_chunk(row: int, end: int) -> Context:
 
 def stored(cache: Int8KVCache) -> Tensor:
     """Return everything that the cache stores, [2, B, K, S, C + 1]."""
-    return torch.cat((cache.kv.float(), cache.scale.kv.float()), dim=-1)
+    return torch.cat((cache.kv.float(), cache.scale.float()), dim=-1)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -204,7 +204,7 @@ def test_greedy_answers_of_the_embedded_model(tiny, tokenizer):
         found = list(zip(*session.stream_all(prompts, 40, GREEDY), strict=True))
         for cache in session.states:
             cache.kv.fill_(7)
-            scales = getattr(cache, "scale", cache).kv
+            scales = getattr(cache, "scale", cache.kv)
             scales.fill_(float("inf") if cache_class is Int8KVCache else 7)
         session.reset()
         assert list(zip(*session.stream_all(prompts, 40, GREEDY), strict=True)) == found

@@ -17,10 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.quantizer import pack_modules, plan_format
 from generate import load_model
-from model import Chunk, Context, Experts, KVCache, Mask, swiglu
+from model import Chunk, Context, Experts, KVCache, swiglu
 from models import ARCHITECTURES, args_from_hf, build_model
-from models.gpt_oss import BiasedExpertLinear, SinkAttention, clamped_swiglu
-from ops.plain.attention import BLOCK, attend, attend_blocks, attend_chunk, blocks_in_use
+from models.gpt_oss import BiasedExpertLinear, clamped_swiglu
+from models.layers.sinks import SinkAttention
+from ops.plain.attention import BLOCK, Mask, attend, attend_blocks, attend_chunk, blocks_in_use
 from ops.plain.topk import top_k
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -174,7 +175,8 @@ def sink_attention(heads: int, kv_heads: int, window: int | None, sinks: torch.T
         sliding_window=window,
         full_layers=(),
     )
-    layer = SinkAttention(args, 0)
+    layer = SinkAttention(args)
+    layer.window = window
     layer.sinks.copy_(sinks)
     layer.allocate(1, BLOCK, KVCache, sinks)
     return layer
@@ -296,10 +298,11 @@ def test_routing_matches_transformers(family):
     for hook in hooks:
         hook.remove()
     assert len(peer) == len(sparse)
+    scale = getattr(family.peer.config, "moe_routed_scaling_factor", 1.0)  # of the experts' sum
     for ours, our_weights, (their_weights, theirs) in zip(indices, weights, peer, strict=True):
         order, their_order = ours.argsort(), theirs.argsort()
         assert torch.equal(ours.gather(1, order), theirs.gather(1, their_order))
-        their_weights = their_weights.gather(1, their_order)
+        their_weights = their_weights.gather(1, their_order) * scale
         torch.testing.assert_close(our_weights.gather(1, order), their_weights)
     if model.args.norm_topk and family.name != "gemma4":  # whose experts have factors
         scale = getattr(model.args, "routed_scale", 1.0)

@@ -123,6 +123,11 @@ def test_a_layer_is_the_blocks_own():
     check_layers(("qwen3_moe", "int4"))
 
 
+def test_a_layer_of_experts_without_a_gate_is_the_blocks_own():
+    """And a block of a mixer alone. The shared expert counts as two of the others."""
+    check_layers(("nemotron_h", "int4"))
+
+
 @pytest.mark.slow
 def test_a_layer_of_three_sequences_is_the_blocks_own():
     """One of them is idle."""
@@ -131,7 +136,7 @@ def test_a_layer_of_three_sequences_is_the_blocks_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2")
+    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe")
 )
 def test_a_layer_of_several_tokens_is_the_blocks_own(family):
     """Three queries, eight of which three are padding, and eight sequences."""
@@ -149,6 +154,9 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("deepseek_v2", "hqq4", 1, 12, (-1,)),
         ("granitemoe", "fp8", 1, 64, (60,)),
         ("qwen3_next", "int4", 1, 12, (10,)),
+        ("nemotron_h", "fp8", 1, 12, (10,)),
+        ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
+        ("lfm2_moe", "int4", 1, 64, (60,)),
     ),
 )
 @pytest.mark.slow
@@ -188,7 +196,8 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
-    families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "qwen3_next"
+    families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "nemotron_h"
+    families += "qwen3_next", "lfm2_moe"
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 

@@ -48,7 +48,7 @@ from offload.plan import OffloadSettings, fill_blobs, register_host_memory
 from offload.profile import FILE_NAME, Profile, read_profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
 from ops.step.cpu_share import ANSWERED, ASKED, new_mailbox
-from ops.step.expert_paging import MAX_PAIRS, place
+from ops.step.expert_paging import MAX_PAIRS, TRIED, place
 from runtime.kernel_choice import choose_runner
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
@@ -540,8 +540,26 @@ def test_the_device_cache_equals_the_hosts():
             assert placed == [(n, target[n]) for n in dict.fromkeys(chosen) if n in target]
             assert targets.tolist() == [host.slot.get(n, slots) for n in chosen]
             assert device.cached() == host.slot and [*device.cached()] == [*host.slot]
-        assert device.counters.tolist()[1:] == [hits, misses, left]
+        assert device.counters.tolist()[1:] == [hits, misses, left, 0, 0]
         assert (misses > 0) == (left > 0) == (slots < 7)
+
+
+@pytest.mark.parametrize("every", (2, 3))
+def test_a_prediction_prefetches_while_half_of_them_are_right(every):
+    """Every second, or every third one is."""
+    cache, calls = DeviceExpertCache(6, range(3), CPU), TRIED + 20
+    for call in range(calls):
+        cached = [*cache.cached()]
+        likeliest = [next(n for n in range(6) if n not in cached), cached[-1]]
+        to_copy, slots = place(torch.tensor(likeliest), cache.table(True), 3, guesses=True)
+        fetches = call < TRIED or every == 2
+        assert to_copy.tolist() == ([likeliest[0], -1] if fetches else [-1, -1])
+        assert (slots[0] < 3) == fetches and slots[1] < 3
+        place(torch.tensor([likeliest[fetches and call % every > 0]]), cache.table(False), 3)
+    hits, misses, left, prefetched, right = cache.counters.tolist()[1:]
+    assert (hits + misses, left) == (calls, 0) and misses == calls - prefetched
+    made = calls if every == 2 else TRIED
+    assert (prefetched, right) == (made, len(range(0, made, every)))
 
 
 def test_kernels_of_paging_and_of_the_cpus_share():

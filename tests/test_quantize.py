@@ -752,6 +752,8 @@ def test_head_and_embedding_that_were_one_are_two(make_family, make_quantized):
 
 # Checkpoints
 
+WINDOWED = "mellum", "laguna", "flint", "kolibri1"
+
 
 @pytest.mark.parametrize(("family", "name"), smoke_diagonal(FAMILIES, IN_SMALL_MODELS))
 def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quantized):
@@ -783,18 +785,16 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
     of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
     assert (of_delta_net if hybrid else set()) == of_delta_net & kept
-    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
-    with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4")
-    assert with_norms == ("layers.0.attention.q_norm.weight" in kept)
+    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe")
+    sigmoid_routed = sigmoid_routed or family in WINDOWED[1:]
+    with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)
+    assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
     assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)
     latent = family.startswith("deepseek") or family == "glm4_moe_lite"
     assert latent == ("layers.0.attention.wkv" in kept)
-    of_gpt_oss = {
-        "layers.0.attention.sinks",
-        "layers.1.ffn.router.bias",
-        "layers.2.ffn.experts.w13.bias",
-    }
+    assert (family in ("gpt_oss", "flint")) == ("layers.0.attention.sinks" in kept)
+    of_gpt_oss = {"layers.1.ffn.router.bias", "layers.2.ffn.experts.w13.bias"}
     assert (of_gpt_oss if family == "gpt_oss" else set()) == of_gpt_oss & kept
     for tensor in kept:
         assert torch.equal(

@@ -16,7 +16,7 @@ from without_gpu import ROOT
 from formats.kv_cache import KV_CACHES
 from model import Chunk, KVCache, ModelArgs, Transformer
 from models import ARCHITECTURES, build_model
-from ops.plain.ring import RING_SPARE, cache_slots
+from ops.plain.ring import RING_SPARE, Ring, cache_slots
 from runtime.batch import Batch
 from runtime.loading import load_model
 from runtime.memory import cache_bytes, plan_capacity
@@ -53,22 +53,27 @@ def open_session(kind: str, rows: int = 1, **options) -> Session:
     return session
 
 
+def keep_all_positions(patch: pytest.MonkeyPatch) -> None:
+    for module in ("model", "ops.plain.attention"):
+        patch.setattr(f"{module}.cache_slots", lambda length, window: length)
+
+
 @pytest.fixture
 def whole(monkeypatch):
     """Return what makes a session whose caches keep all positions."""
 
     def make(kind: str, **options) -> Session:
         with monkeypatch.context() as patch:
-            patch.setattr("model.cache_slots", lambda length, window: length)
+            keep_all_positions(patch)
             settings = SessionOptions(cache_class=KV_CACHES[kind], **options)
             session = Session(make_model(), LENGTH, settings)
-        assert not any(state.is_ring for state in session.states)
+        assert not any(isinstance(state, Ring) for state in session.states)
         # Masks are made at each call.
         mask = session.model.mask
 
         def whole_mask(*given):
             with monkeypatch.context() as patch:
-                patch.setattr("model.cache_slots", lambda length, window: length)
+                keep_all_positions(patch)
                 return mask(*given)
 
         session.model.mask = whole_mask
@@ -248,6 +253,6 @@ def test_two_ranks_answer_as_one_with_whole_caches(family, make_family, monkeypa
     assert command.returncode == 0, errors
     found = json.loads(out.splitlines()[-1])
     assert min(found["slots"]) == SLOTS
-    monkeypatch.setattr("model.cache_slots", lambda length, window: length)
+    keep_all_positions(monkeypatch)
     want = answer(load_model(directory, "cpu"), length, count)
     assert min(want["slots"]) > SLOTS and found["tokens"] == want["tokens"]

@@ -8,6 +8,7 @@ in fp16, and compared with the modules of model.py; other tests have more cases 
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,19 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels as Python", allow_module_level=True)
 pytest.importorskip("triton", reason="ops/ needs triton")
 
+from model import Context, KVCache
+from models.layers.short_conv import ShortConv
+from ops.declared import SWIGLU, Activation
+from ops.products.prompt_weights import PromptTile
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
-from tests.prompts_without_gpu import prompt_errors, reorders_rows
+from tests.prompts_without_gpu import (
+    activation_errors,
+    attention_error,
+    prompt_errors,
+    reorders_rows,
+    unpacking_error,
+)
 from tests.token_draw_without_gpu import run as draw
 
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
@@ -52,6 +63,31 @@ def test_mla_of_two_sequences():
 def test_the_delta_rule_of_two_sequences():
     """A layer of Gated DeltaNet, and one of gated attention with a shared expert."""
     check("qwen3_next", FORMAT, batch=2, ratios=(99,))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "bias"), ((1, 256, False), (5, 256, True), (6, 16, False))
+)
+def test_a_short_convolution(tokens, length, bias):
+    """Two sequences and an idle one: one at position 0, one with padding. Results and the ring."""
+    torch.manual_seed(0)
+    sizes = dict(dim=32, conv_channels=160, conv_width=3, conv_bias=bias)
+    layer = ShortConv(SimpleNamespace(**sizes))
+    cache = layer.allocate(4, length, KVCache, torch.zeros(1))
+    cache.kv.normal_()
+    for parameter in layer.parameters():
+        parameter.normal_()
+    projected, before = torch.randn(3, tokens, 480), cache.kv.clone()
+    first = torch.tensor([[0], [length - tokens], [7]])
+    last = torch.tensor([tokens - 1, tokens // 2, -1])
+    context = Context(None, positions=first + torch.arange(tokens), last=last)
+    want, after = layer.core(projected, context), cache.kv.clone()
+    cache.kv.copy_(before)
+    got = layer.fused_core(projected, context)
+    assert not torch.equal(before, after) and torch.equal(before[:, 2:], after[:, 2:])
+    torch.testing.assert_close(cache.kv, after, rtol=0, atol=1e-6)
+    real = torch.arange(tokens) <= last.unsqueeze(1)
+    torch.testing.assert_close(got[real], want[real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -88,3 +124,35 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
 @pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
 def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)
+
+
+@pytest.mark.parametrize(
+    ("format", "activation", "tile"),
+    (
+        pytest.param("int4", SWIGLU, PromptTile(64, 32, 128, 4), marks=pytest.mark.slow),
+        pytest.param("int8", SWIGLU, PromptTile(16, 64, 64, 4, near=2), marks=pytest.mark.slow),
+        ("mxfp4", Activation("clamped", 7.0, 1.7), PromptTile(32, 32, 128, 4, tail=16)),
+        ("plain", SWIGLU, PromptTile(32, 64, 64, 4, tail=16)),
+    ),
+)
+def test_the_activation_in_a_prompts_product(format, activation, tile):
+    """Rows of tokens, an expert's last rows, biases, the order of the next product."""
+    assert max(activation_errors(format, activation, tile)) < 1e-3
+
+
+@pytest.mark.parametrize("format", ("int8", "fp8b", "int4", "hqq3", "q4_k", "q6_k", "nvfp4"))
+def test_a_weight_is_unpacked_for_the_library(format):
+    assert unpacking_error(format) < 4e-4  # the rounding to 16 bits
+
+
+@pytest.mark.parametrize(
+    ("Q", "S", "window", "sinks", "C"),
+    (
+        (73, 73, None, True, 64),
+        (40, 300, 16, True, 32),
+        (130, 130, 100, False, 16),
+        (5, 200, None, True, 128),
+    ),
+)
+def test_attention_of_a_chunk_with_a_window_or_sinks(Q, S, window, sinks, C):
+    assert attention_error(Q, S, window, sinks, C) < 1e-3

@@ -34,13 +34,18 @@ from model import ExpertLinear, ModelArgs, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.deepseek import DeepseekArgs
 from models.family import Shard
+from models.flint import FlintArgs
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
-from models.granitemoe import GraniteMoeArgs
+from models.kolibri1 import Kolibri1Args
+from models.laguna import LagunaArgs
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
+from models.layers.granite import GraniteMoeArgs
+from models.layers.layer_rope import LayerRope, LayerRopeArgs
 from models.layers.yarn import Yarn
+from models.lfm2_moe import Lfm2MoeArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights, number_format
@@ -58,6 +63,7 @@ SIZES = dict(
 )
 LATENT = SIZES | dict(head_dim=48, n_kv_head=1, kv_rank=48, value_dim=32, rotary_dim=16)
 EIGHT_EXPERTS = dict(n_expert=8, n_active=2)
+WINDOWED = SIZES | dict(n_expert=8, n_active=3, qk_norm="head", sliding_window=8, full_layers=(1,))
 HYBRID = dict(
     **SIZES,
     n_expert=8,
@@ -210,6 +216,35 @@ FAMILIES = {
         dense_layers=(0,),
         dense_intermediate=512,
     ),
+    "lfm2_moe": Lfm2MoeArgs(
+        "lfm2_moe",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        qk_norm="head",
+        tied_embeddings=True,
+        full_layers=(1,),
+        conv_channels=256,
+        conv_bias=True,
+        routed_scale=1.5,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "laguna": LagunaArgs(
+        "laguna",
+        **WINDOWED | dict(n_head=16),
+        n_kv_head=4,
+        layer_heads=(8, 16),
+        full_rope=LayerRope(1e4, 16),
+        shared_intermediate=256,
+        routed_scale=1.5,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "flint": FlintArgs("flint", **WINDOWED, n_kv_head=4, shared_intermediate=512),
+    "mellum": LayerRopeArgs("mellum", **WINDOWED, n_kv_head=2, full_rope=LayerRope(1e6, 32)),
+    "kolibri1": Kolibri1Args("kolibri1", **WINDOWED, n_kv_head=4, shared_intermediate=256),
 }
 # Blocks of 256 do not divide these small rows.
 PLAIN_AND_PACKED = ("fp32", *(name for name in FORMATS if FORMATS[name].min_group <= 32))

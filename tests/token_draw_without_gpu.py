@@ -87,18 +87,15 @@ def run(case: dict, device: str = "cpu") -> dict:
     # As on a GPU: the lower of equal tokens comes first.
     given = logits if logits.is_cuda else logits.as_subclass(OnCuda)
     make_sample_step(sample)(plain, given, min(MAX_CANDIDATES, V))
-    s = fused
     with mock.patch.object(token_draw, "GROUPS", case["groups"]):
-        token_draw.draw_tokens(
-            logits, s.seen, s.controls, s.seeds, s.position, s.last, s.token, pdl=logits.is_cuda
-        )
+        token_draw.draw_tokens(logits, fused)
     slots, count = torch.full((2, B + 1), 7), torch.tensor([3], device=device)
     if logits.is_cuda:
         slots = slots.pin_memory()
     for _ in range(2):
-        outbox.post_tokens(s.token, count, slots, pdl=logits.is_cuda)
-        s.token.neg_()
-    posted = torch.stack((-s.token.flatten(), s.token.flatten())).cpu()
+        outbox.post_tokens(fused.token, count, slots)
+        fused.token.neg_()
+    posted = torch.stack((-fused.token.flatten(), fused.token.flatten())).cpu()
     same_posts = slots[:, :B].equal(posted) and slots[:, B].tolist() == [7, 7] and count.item() == 5
     others = zip(plain[1:], fused[1:], strict=True)
     same = same_posts and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
@@ -138,16 +135,16 @@ def run_pass(case: dict, device: str = "cpu") -> dict:
             )
             state = StepState(*(part.to(device) for part in state))
             result = torch.full((max(MOST + 1, B * (N + 2)),), 7, device=device)
-            begin, pdl = (draft_check if kernels else verification).begin_pass, logits.is_cuda
+            begin = (draft_check if kernels else verification).begin_pass
             wide = torch.cat((drafts, drafts), dim=1).to(device)  # rows are far apart
-            inputs = begin(state, wide[:, :N], *[pdl][:kernels])
+            inputs = begin(state, wide[:, :N])
             tokens, _, ends = inputs
             candidates = max(row.candidates(V) for row in rows) and min(MAX_CANDIDATES, V)
             if kernels:
                 with mock.patch.object(token_draw, "GROUPS", case["groups"]):
                     own, stream = q if candidates else None, verification.ACCEPT_STREAM
                     draft_check.verify_pass(
-                        state, logits.to(device), tokens, ends, own, result, stream, pdl
+                        state, logits.to(device), tokens, ends, own, result, stream
                     )
             else:
                 given = logits.as_subclass(OnCuda) if device == "cpu" else logits.to(device)
@@ -165,15 +162,14 @@ def counts() -> dict:
     """Return spills and waits of each kernel's machine code, of 8 rows of Qwen3."""
     B, V = 8, 151936
     whole, seen = torch.zeros(B, dtype=torch.int64), torch.empty(B, V, dtype=torch.bool)
-    tensors = torch.empty(B, V), seen, torch.empty(B, 5), *4 * [whole]
-    column = whole.view(-1, 1)
-    state = StepState(column, column, whole, *tensors[1:3], whole)
+    many, column = torch.empty(B, V), whole.view(-1, 1)
+    state = StepState(column, column, whole, seen, torch.empty(B, 5), whole)
     two, result = StepState(*(part[:2] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
 
     def launch_all() -> None:
-        token_draw.draw_tokens(*tensors)
+        token_draw.draw_tokens(many, state)
         passed, _, last = draft_check.begin_pass(two, whole[:6].view(2, 3))
-        q, logits = torch.empty(2, 3, V), tensors[0].view(2, 4, V)
+        q, logits = torch.empty(2, 3, V), many.view(2, 4, V)
         given = two, logits, passed, last, q, result
         draft_check.verify_pass(*given, verification.ACCEPT_STREAM)
 

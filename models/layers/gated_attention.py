@@ -1,4 +1,4 @@
-"""Grouped-query attention whose output a sigmoid gates, part of each head rotated (Qwen3-Next)."""
+"""Grouped-query attention whose output is gated: Qwen3-Next, and heads as a whole in Laguna."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,32 @@ from torch import Tensor
 from model import Attention, Context, Linear
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipe, Recipes, copy_of
-from ops.declared import AttentionAdditions
+from ops.declared import AttentionAdditions, OutputGate
 from ops.inductor import materialize
+from ops.plain.gate import gate_heads
 
 
-class GatedAttention(Attention):
-    """Attention times sigmoid(gate), before `wo`. `wqkv` makes q, k, v, then the gate.
+class GatedOutput(Attention):
+    """Attention times an activation of a gate, before `wo`. `wqkv` makes q, k, v, then the gate."""
+
+    gate: OutputGate
+
+    def core(self, qkv: Tensor, context: Context) -> Tensor:
+        """qkv [B, Q, (H + 2 K) C + gate] -> [B, Q, H * C]."""
+        H, K, C = self.heads
+        first = (H + 2 * K) * C
+        qkv, gate = qkv.split((first, qkv.shape[-1] - first), dim=-1)
+        # Materialized, or Inductor recomputes the gate in every row of the product.
+        return materialize(gate_heads(super().core(qkv, context), gate, self.gate.activation))
+
+
+class GatedAttention(GatedOutput):
+    """Qwen3-Next's: a sigmoid for each number, part of each head rotated.
 
     args.rotary_dim: the first numbers of a head that are rotated.
     """
+
+    gate = OutputGate("sigmoid")
 
     def __init__(self, args):
         super().__init__(args)
@@ -24,15 +41,8 @@ class GatedAttention(Attention):
         self.k_norm = ZeroCenteredRMSNorm(C, args.norm_eps)
         self.rotary_dim = args.rotary_dim
 
-    def core(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv [B, Q, (2 H + 2 K) C] -> [B, Q, H * C]."""
-        H, K, C = self.heads
-        qkv, gate = qkv.split(((H + 2 * K) * C, H * C), dim=-1)
-        # Materialized, or Inductor recomputes the gate in every row of the product.
-        return materialize(super().core(qkv, context) * gate.sigmoid())
-
     def fused_decode_settings(self) -> AttentionAdditions:
-        return AttentionAdditions(gated=True)
+        return AttentionAdditions(gate=self.gate)
 
 
 def gated_attention_recipes(args) -> Recipes:

@@ -10,12 +10,20 @@ channels of the convolution, W its width.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from model import Context, KVCache, Linear, RMSNorm, new_parameter
+from model import Context, Linear, RMSNorm, new_parameter
+from models.layers.pending_state import (
+    MAX_TENTATIVE,
+    Convolution,
+    PendingState,
+    RecurrentLayer,
+    call_place,
+    real_counts,
+)
 from models.tensors import Recipes, copy_of
 from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
-from ops.attention.delta_pending import last_inputs, take_in_pending
+from ops.attention.delta_pending import take_in_pending
 from ops.attention.delta_prompt import (
     causal_conv_silu,
     delta_gates,
@@ -23,10 +31,7 @@ from ops.attention.delta_prompt import (
     gated_rms_norm,
 )
 from ops.attention.delta_state import DeltaWeights
-from ops.inductor import materialize
 from ops.plain.gated_delta import gated_delta_step
-
-MAX_TENTATIVE = 16  # tokens of one call that can still be refused
 
 
 class DeltaSizes(NamedTuple):
@@ -57,16 +62,10 @@ class DeltaInputs(NamedTuple):
     weights: DeltaWeights
 
 
-class DeltaState(nn.Module):
-    """Each sequence's state and the last W - 1 inputs of its convolution, updated in place.
-
-    It implements the protocol of runtime/sequence_state.py. Tokens of a call of 2 to MAX_TENTATIVE
-    are pending: the next call takes in those before its own position, from their inputs. A state
-    after each of them would be more memory.
-    """
+class DeltaState(PendingState):
+    """Each sequence's state and the last W - 1 inputs of its convolution, updated in place."""
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
-        super().__init__()
         _, H, Ck, Cv, W = self.sizes = sizes
         M, device = MAX_TENTATIVE, like.device
         # `state`, then those of `Pending`.
@@ -76,8 +75,7 @@ class DeltaState(nn.Module):
             "ba": like.new_zeros(batch, M, 2 * H),
             "first": torch.zeros(batch, H, dtype=torch.int64, device=device),
         }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        super().__init__(W, buffers)
         # Scratch of `delta_tokens`: zeros between calls. No buffer, since it is no row's memory.
         self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=device)
 
@@ -86,13 +84,12 @@ class DeltaState(nn.Module):
 
         Fewer sequences than there are rows are the first ones.
         """
-        (x, ba, weights), (B, Q, _), W = values, values.x.shape, self.sizes.width
+        (x, ba, weights), (B, Q, _) = values, values.x.shape
         row, position = call_place(context, B, Q, x.device)
         rows = torch.arange(B, device=x.device) if row is None else row
         memory = self.state, self.pending(), [*weights]
         take_in_pending(*memory, position, context.last, row, self.sizes.key_heads)
-        count = torch.full((B,), Q, device=x.device) if context.last is None else context.last + 1
-        real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
+        count, real = real_counts(context, B, Q, x.device)
         g, beta = delta_gates(ba, weights.a_log, weights.dt_bias)
         g, beta = torch.where(real, g, 0.0), torch.where(real, beta, 0.0)  # padding does nothing
         is_step = Q == 1 and row is None
@@ -106,76 +103,15 @@ class DeltaState(nn.Module):
         else:
             out, after = gated_delta_chunk(q, k, v, g, beta, state)
         if 1 < Q <= MAX_TENTATIVE:
-            self.keep_pending(rows, count, position, inputs, ba)
-            return out
-        moved = last_inputs(inputs, count, W - 1)
-        if is_step:
-            self.state[:B].copy_(after)
-            self.window[:B].copy_(moved)
+            self.keep_pending(rows, count, position, inputs, ba=ba)
         else:
-            self.state.index_copy_(0, rows, after)
-            self.window.index_copy_(0, rows, moved)
+            self.keep_state(rows, count, inputs, after, is_step)
         return out
 
-    def keep_pending(
-        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, ba: Tensor
-    ) -> None:
-        """Make a call's tokens the pending ones. inputs [B, W - 1 + Q, N]; an idle row's stay."""
-        new = {"inputs": inputs, "ba": ba, "first": (position + 1).expand(-1, self.first.shape[1])}
-        for name, value in new.items():
-            buffer = getattr(self, name)[:, : value.shape[1]]
-            exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
-            buffer.index_copy_(0, rows, torch.where(exists, value, buffer[rows]))
 
-    def pending(self) -> list[Tensor]:
-        """Return the pending tokens, in the order of `Pending`."""
-        return [getattr(self, name) for name in ("inputs", "ba", "first")]
-
-    @property
-    def window(self) -> Tensor:
-        """The last inputs that the state has taken in, [batch, W - 1, N]."""
-        return self.inputs[:, : self.sizes.width - 1]
-
-    def recurrent(self, row: int) -> list[Tensor]:
-        """Return a row's state, with its pending tokens."""
-        return [buffer[row] for buffer in self.buffers()]
-
-    def row(self, row: int) -> list[Tensor]:
-        """Return a row's memory as views [1, all values]."""
-        return [buffer[row].view(1, -1) for buffer in self.buffers()]
-
-    def reset(self, row: int | None = None) -> None:
-        """Forget a row's sequence, or all."""
-        for buffer in self.buffers():
-            (buffer if row is None else buffer[row]).zero_()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
-
-
-def call_place(
-    context: Context, B: int, Q: int, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    """Return the row of a chunk or None, and the positions where the sequences begin, [B, 1]."""
-    if context.chunk is None:
-        return None, context.positions[:, :1]
-    return context.chunk.row, torch.full((B, 1), context.chunk.end - Q, device=device)
-
-
-class Convolution(nn.Module):
-    """Holds the weight [N, W] of a depthwise causal convolution."""
-
-    def __init__(self, channels: int, width: int):
-        super().__init__()
-        self.weight = new_parameter(channels, width)
-
-
-class DeltaNet(nn.Module):
+class DeltaNet(RecurrentLayer):
     """[B, Q, D] -> same, in place of an attention layer. args: models.layers.gated_hybrid."""
 
-    window = None
-    reads_masks = False
     fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
     projections = ("wqkvz", "wba"), "wout"  # inputs and output; `core` is between them
 
@@ -184,52 +120,20 @@ class DeltaNet(nn.Module):
         sizes = self.sizes = args.delta_sizes
         self.by_place = args.values_by_place
         H, values = sizes.value_heads, sizes.value_heads * sizes.value_dim
+        self.narrow = 2 * H
         self.wqkvz = Linear(args.dim, sizes.channels + values)
         # Apart, since it is never packed: an error of the decay grows with every token.
-        self.wba = Linear(args.dim, 2 * H)
+        self.wba = Linear(args.dim, self.narrow)
         self.conv = Convolution(sizes.channels, sizes.width)
         self.a_log, self.dt_bias = new_parameter(H), new_parameter(H)
         self.norm = RMSNorm(sizes.value_dim, args.norm_eps)
         self.wout = Linear(values, args.dim)
 
-    def allocate(
-        self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
-    ) -> DeltaState:
-        """Make this layer's state, of any length, on the device of `like`, and return it."""
-        self.state = DeltaState(batch, self.sizes, like)
-        return self.state
+    def make_state(self, batch: int, like: Tensor) -> DeltaState:
+        return DeltaState(batch, self.sizes, like)
 
-    def join_projections(self) -> None:
-        """Make the two products one, unless wqkvz is packed: a step has one kernel less."""
-        if type(self.wqkvz) is Linear:
-            joined = torch.cat((self.wqkvz.weight, self.wba.weight))
-            self.wqkvz.weight = nn.Parameter(joined, requires_grad=False)
-            self.wba = None
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        y = self.wqkvz(x)
-        y = self.core(y, context) if self.wba is None else self.mix(y, self.wba(x), context)
-        # Materialized, or Inductor recomputes the gated norm in every row of the product.
-        return self.wout(materialize(y))
-
-    def core(self, projected: Tensor, context: Context) -> Tensor:
-        """The joined results of both projections [B, Q, N + H Cv + 2 H] -> [B, Q, H Cv]."""
-        return self.mix(*self.split(projected), context)
-
-    def split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        heads = 2 * self.sizes.value_heads
-        return projected.split((projected.shape[-1] - heads, heads), dim=-1)
-
-    def is_few(self, projected: Tensor, context: Context) -> bool:
-        return projected.shape[1] <= MAX_TENTATIVE and context.chunk is None
-
-    def takes(self, projected: Tensor, context: Context) -> bool:
-        """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
-        return self.is_few(projected, context) and kernels_support(self.state.state)
-
-    def fused_core(self, projected: Tensor, context: Context) -> Tensor:
-        """`core` by kernels alone, without the compiler."""
-        return self.mix_few(*self.split(projected), context)
+    def has_kernels(self) -> bool:
+        return kernels_support(self.state.state)
 
     def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """`mix` of a few tokens, by kernels."""

@@ -11,6 +11,7 @@ from ops.attention.delta_many import launch_several
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaSettings, DeltaWeights, Pending
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch
+from ops.plain.pending import take_in_plain
 
 
 def take_in(
@@ -33,25 +34,16 @@ def take_in(
         own = Pending(*pending, row)
         launch_several(None, None, state, own, DeltaWeights(*weights), position, last, None, s)
         return
-    inputs, ba, first = pending
-    rows = torch.arange(len(position), device=state.device) if row is None else row
-    begins = first[:, 0][rows]
-    changes = (begins > 0) if last is None else (begins > 0) & (last >= 0)
-    if state.device.type == "cpu" and not changes.any():  # as after each call of one token
-        return
-    accepted = (position[:, 0] + 1 - begins).clamp(0, M) * changes
-    x, old = inputs[rows], state[rows]
-    y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], weights[0])
-    q, k, v = y.split((key_heads * CK, key_heads * CK, H * CV), dim=-1)
-    q, k = (part.unflatten(-1, (key_heads, CK)) for part in (q, k))
-    g, beta = gates_in_torch(ba[rows], weights[1], weights[2])
-    kept = (torch.arange(M, device=state.device) < accepted.unsqueeze(1)).unsqueeze(-1)
-    g, beta = torch.where(kept, g, 0.0), torch.where(kept, beta, 0.0)
-    new = gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
-    state.index_copy_(0, rows, torch.where(accepted.view(-1, 1, 1, 1) > 0, new, old))
-    moved = torch.where(changes.view(-1, 1, 1), last_inputs(x, accepted, W - 1), x[:, : W - 1])
-    inputs[:, : W - 1].index_copy_(0, rows, moved)
-    first.index_copy_(0, rows, torch.where(changes.unsqueeze(1), 0, first[rows]))
+
+    def advance(x: Tensor, ba: Tensor, kept: Tensor, old: Tensor) -> Tensor:
+        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], weights[0])
+        q, k, v = y.split((key_heads * CK, key_heads * CK, H * CV), dim=-1)
+        q, k = (part.unflatten(-1, (key_heads, CK)) for part in (q, k))
+        g, beta = gates_in_torch(ba, weights[1], weights[2])
+        g, beta = torch.where(kept, g, 0.0), torch.where(kept, beta, 0.0)
+        return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
+
+    take_in_plain(state, pending, W, position, last, row, advance)
 
 
 _take_in = torch.library.custom_op(
@@ -67,9 +59,3 @@ def _(*_) -> None:
 def take_in_pending(state: Tensor, *rest) -> None:
     """`take_in`, as an operator in compiled code."""
     (_take_in if torch.compiler.is_compiling() else take_in)(state, *rest)
-
-
-def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:
-    """inputs [B, length + Q, N] -> the `length` of them that end after the first count [B] of Q."""
-    index = count.unsqueeze(1) + torch.arange(length, device=inputs.device)
-    return inputs.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))

@@ -3,7 +3,6 @@
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass

@@ -61,7 +61,6 @@ def attend_tokens(
     settings: str,
     reach: int | None = None,
     last: Tensor | None = None,
-    following: Tensor | None = None,
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their keys and values -> [B, Q, H * C].
 
@@ -79,16 +78,12 @@ def attend_tokens(
     K, C = layer.kv_heads, layer.head_dim
     rows, S = max(B, cache.shape[1]), cache.shape[3]  # further rows of the cache are not used
     check_shapes(
-        qkv=(qkv, (B, Q, layer.projected * C)),
+        qkv=(qkv, (B, Q, layer.projected)),
         positions=(positions, (B, Q)),
         cache=(cache, (2, rows, K, S, C)),
     )
     y = qkv.new_empty(B, Q, layer.heads * C)
-    stored = Stored(cache, scales, following)
-    if scales is not None:
-        stored = Stored(*(x if x is None else x.view(torch.int16) for x in stored))._replace(
-            scales=scales
-        )
+    stored = Stored(cache if scales is None else cache.view(torch.int16), scales)
     weights, qkv = HeadWeights(q_norm, k_norm, sinks), qkv.contiguous()
     numbers = qkv.new_empty(0, dtype=torch.float32)
     args = qkv, rope, Place(positions, last), weights, stored
@@ -99,7 +94,6 @@ def attend_tokens(
     count = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
     partial, sums = numbers.new_empty(count * C), numbers.new_empty(count * 2)
     results = Results(y, partial, sums)
-    options["cluster"] = s.cluster
     launch(attend_kernel, (s.pairs, B, s.parts), *args, results, settings=s, **options)
     if s.parts > 1:
         grid = layer.heads, C // s.columns, B * Q
@@ -109,18 +103,7 @@ def attend_tokens(
 
 @attend_tokens.register_fake
 def _(
-    qkv,
-    rope,
-    positions,
-    cache,
-    scales,
-    q_norm,
-    k_norm,
-    sinks,
-    settings,
-    reach=None,
-    last=None,
-    following=None,
+    qkv, rope, positions, cache, scales, q_norm, k_norm, sinks, settings, reach=None, last=None
 ) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)

@@ -6,7 +6,6 @@
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
-from ops.attention.cluster import merge, open_cluster
 from ops.attention.heads import (
     inverse_rms,
     inverse_rms_of_rows,
@@ -23,11 +22,10 @@ from ops.launch import await_previous, jit, tl
 
 @jit
 def find_parts(positions, sequence, s: tl.constexpr):
-    """Choose how many parts a sequence's older positions have.
+    """Choose how many programs share a sequence's older positions.
 
     Return the position of its first query, the first position that this sees, the end of older
-    positions, and the number of parts. Without clusters a part is one block as long as there are
-    few parts.
+    positions, and the number of parts. A part is one block as long as there are few parts.
     """
     Q: tl.constexpr = s.queries
     WINDOW: tl.constexpr = s.layer.window
@@ -36,28 +34,17 @@ def find_parts(positions, sequence, s: tl.constexpr):
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
         return start, first, start + Q, tl.num_programs(2)
-    if s.cluster > 1:
-        parts = s.parts
-    else:
-        blocks = (start - first + BLOCK - 1) // BLOCK
-        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+    blocks = (start - first + BLOCK - 1) // BLOCK
+    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
     return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
 @jit
-def _find_span(first, end, index, count, s: tl.constexpr):
-    """Return the first and the end of a program's positions, the index-th of `count` programs."""
-    ALIGN: tl.constexpr = s.align
-    share = (end - first + count * ALIGN - 1) // (count * ALIGN) * ALIGN
-    first += index * share
-    return first, tl.minimum(first + share, end), share
-
-
-@jit
-def _find_rows(sequence, program, row, s: tl.constexpr):
-    """Return each row's query, head, token, and whether it is one. Rows are [Q, EACH]."""
+def _find_rows(sequence, program, s: tl.constexpr):
+    """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
     G: tl.constexpr = s.layer.group
     EACH: tl.constexpr = s.each
+    row = tl.arange(0, s.rows)
     query, head = tl.minimum(row // EACH, s.queries - 1), program % s.splits * EACH + row % EACH
     is_row = (row < s.queries * EACH) & (head < G)
     head = program // s.splits * G + tl.minimum(head, G - 1)
@@ -66,9 +53,9 @@ def _find_rows(sequence, program, row, s: tl.constexpr):
 
 @jit
 def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
-    """Load what `wqkv` does not write: RoPE and norm weights.
+    """Load what `wqkv` does not write: RoPE, norm weights and sinks.
 
-    Return the rotation of queries and of the call's own keys, and both norm weights.
+    Return the rotation of queries and of the call's own keys, both norm weights, and sinks.
     """
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
@@ -92,14 +79,18 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
             q_norm += tl.zeros([M, 1], tl.int32)
             k_norm += tl.zeros([T, 1], tl.int32)
     q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
-    return rotation, own_rotation, q_weight, k_weight
+    if weights.sinks is not None:
+        sink = tl.load(weights.sinks + head).to(tl.float32)
+    else:
+        sink = 0.0
+    return rotation, own_rotation, q_weight, k_weight, sink
 
 
 @jit
 def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     """Load the call's tokens, append their keys and values, and start the softmax with them.
 
-    The first program has the own tokens. The others compute and mask them: a branch would keep their
+    The first part has the own tokens. The others compute and mask them: a branch would keep their
     loads from being in flight with the queries'. The first program of each KV head appends.
 
     Return queries [M, C], row_max, row_sum [M], acc [M, C].
@@ -111,19 +102,19 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     sequence, program, part, start, stored = place
     query, head, token, is_row = rows
     kv_head, t, c = program // s.splits, tl.arange(0, T), tl.arange(0, C)[None, :]
-    own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected * C
-    q = qkv + token[:, None] * a.projected * C
+    own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected
+    q = qkv + token[:, None] * a.projected
     value = load_value(own + (a.first_value + kv_head) * C, c, a)
     q_rms, k_rms = 1.0, 1.0
     if a.full_norm and Q == 1:
-        token_heads = qkv + sequence * a.projected * C
+        token_heads = qkv + sequence * a.projected
         k_heads = token_heads + a.heads * C
         q_rms, k_rms = inverse_rms(token_heads, k_heads, a.heads * C, a.kv_heads * C, a.eps)
     elif a.full_norm:
         q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, s.rms_columns)
         k_heads = own + a.heads * C
         k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, s.rms_columns)
-    rotation, own_rotation, q_weight, k_weight = ahead
+    rotation, own_rotation, q_weight, k_weight, _ = ahead
     if weights.q_norm is None:
         q_weight, k_weight = None, None
     key = load_head(own + (a.heads + kv_head) * C, k_weight, k_rms, own_rotation, a)
@@ -154,93 +145,85 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
 
 
 @jit
-def _add_positions(softmax, queries, block, place, query, BLOCK: tl.constexpr, s):
-    """Add a block, keys and values, to a softmax, where a row sees it (`add_block`).
+def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
+    """Add the block from position `begin` to a softmax, where a row sees it (`add_block`).
 
-    place: the block's first position, the end of the program's, and the first query's position;
-    query [M]: each row's query, that many positions later.
+    start: the first query's position; query [M]: each row's query, that many positions later.
     """
-    keys, values = block
-    begin, end, start = place
     key = begin + tl.arange(0, BLOCK)[None, :]
     WINDOW: tl.constexpr = s.layer.window
-    seen = key < end
-    if not s.appends:
-        seen = seen & (key <= (start + query)[:, None])
+    seen = key < start if s.appends else key <= (start + query)[:, None]
     if s.longest > WINDOW:
         seen = seen & (key > (start + query)[:, None] - WINDOW)
     return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
 
 
 @jit
-def _store_heads(y, softmax, sink, gate, at, mask):
+def _load_gate(qkv, token, head, c, a: tl.constexpr):
+    """Load the gate of heads for their numbers c: like token + c, or without c's axis 1 wide."""
+    at = qkv + token * a.projected + a.first_gate + head * a.gate_width
+    if a.head_gate:
+        return tl.load(at)
+    else:
+        return tl.load(at + c)
+
+
+@jit
+def _store_heads(y, softmax, sink, gate, at, mask, a: tl.constexpr):
     """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
     row_max, row_sum, acc = softmax
     out = finish_softmax(row_max, row_sum, acc, sink)
     if gate is not None:
-        out /= 1 + tl.exp(-gate.to(tl.float32))
+        gate = gate.to(tl.float32)
+        if a.gate == "sigmoid":
+            out /= 1 + tl.exp(-gate)
+        else:
+            out *= tl.maximum(gate, 0.0) + tl.log(1 + tl.exp(-tl.abs(gate)))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
 @jit
-def _prefetch_span(keys, values, begin, end, COUNT: tl.constexpr, s: tl.constexpr):
-    """Prefetch keys and values from position `begin` on into L2, COUNT at most."""
-    count = tl.minimum(end - begin, COUNT)
+def _prefetch_block(cache, begin, end, s: tl.constexpr):
+    """Prefetch keys and values from position `begin` on into L2."""
+    count = tl.minimum(end - begin, s.tile.block)
     if s.ring > 0:  # up to the ring's end
         R: tl.constexpr = s.ring
         begin %= R
         count = tl.minimum(count, R - begin)
     if count > 0:
-        row_bytes: tl.constexpr = s.width * (keys.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(keys + begin * s.width, count * row_bytes)
-        prefetch(values + begin * s.width, count * row_bytes)
+        row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(cache[0] + begin * s.width, count * row_bytes)
+        prefetch(cache[2] + begin * s.width, count * row_bytes)
 
 
 # One function: its speed depends on the order of waits and loads. A reader should see it whole.
 @jit
-def _attend_part(
-    qkv, rope, weights, cache, following, results, place, BLOCK: tl.constexpr, s, PDL
-):
+def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
     """Compute a program of `attend_kernel`, in blocks of BLOCK positions; one block, if it is wide.
 
-    cache: keys, their scales, values, their scales, of the program's KV head. following: keys and
-    values of the next layer's.
+    cache: keys, their scales, values, their scales, of the program's KV head.
     """
-    sequence, program, part, parts, index, start, first, end, stored, buffer = place
+    sequence, program, part, parts, start, first, end, stored = place
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
-    R: tl.constexpr = s.stored_rows
-    N: tl.constexpr = s.cluster
-    LOOPS: tl.constexpr = s.loops and s.tile.block == BLOCK
+    first += part * BLOCK
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
-    if PDL and LOOPS:
-        _prefetch_span(cache[0], cache[2], first + BLOCK, end, s.tile.ahead, s)
-    rows = _find_rows(sequence, program, tl.arange(0, M), s)
+    if PDL and s.loops and s.tile.block == BLOCK:
+        _prefetch_block(cache, first + parts * BLOCK, end, s)
+    rows = _find_rows(sequence, program, s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
-    if N > 1:  # of the numbers that the program merges
-        i = tl.arange(0, R * (C // N))
-        _, out_head, out_token, is_out = _find_rows(sequence, program, i // (C // N), s)
-        out_c = (index % N * (C // N) + i % (C // N))[:, None]
-    else:
-        out_head, out_token, is_out, out_c = head, token, is_row, c
     if s.appends:
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
-        if weights.sinks is not None:
-            sink = tl.load(weights.sinks + out_head).to(tl.float32)[:, None]
-        else:
-            sink = None
+        sink = ahead[4] if weights.sinks is not None else None
         await_previous(PDL)
-        if PDL and s.following > 0 and s.follow_early and following[0] is not None:
-            _prefetch_span(following[0], following[1], first, end, s.following, s)
-        if a.gated:
-            gates = qkv + (out_token * a.projected + a.first_gate + out_head)[:, None] * C
-            gate = tl.load(gates + out_c)
+        if a.gate != "":
+            gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
         else:
             gate = None
-        call = sequence, program, index, start, stored
+        call = sequence, program, part, start, stored
         x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
         x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
@@ -248,54 +231,37 @@ def _attend_part(
         acc = tl.zeros([M, C], tl.float32)
     queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
     softmax = row_max, row_sum, accs
-    place = first, end, start
-    softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
+    softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
     STAGES: tl.constexpr = s.tile.stages
-    if LOOPS:
-        for begin in tl.range(first + BLOCK, end, BLOCK, num_stages=STAGES):
+    if s.loops and s.tile.block == BLOCK:
+        for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
             keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK, s.ring)
             values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK, s.ring)
-            place = begin, end, start
-            softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
+            softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
-    if PDL and s.following > 0 and not s.follow_early and following[0] is not None:
-        _prefetch_span(following[0], following[1], first, end, s.following, s)
-    if N > 1:
-        row_max, row_sum, acc = merge((row_max, row_sum, acc), buffer, index % N, R, N)
-        i = i // (C // N)
-    else:
-        row_max, row_sum = row_max[:, None], row_sum[:, None]
-        i = tl.arange(0, M)
-    is_out = is_out[:, None]
     if s.appends and parts == 1:
-        heads = (out_token * a.heads + out_head)[:, None] * C + out_c
-        _store_heads(results.y, (row_max, row_sum, acc), sink, gate, heads, is_out)
+        heads = (token * a.heads + head)[:, None] * C + c
+        final = row_max[:, None], row_sum[:, None], acc
+        sinks = sink[:, None] if weights.sinks is not None else None
+        _store_heads(results.y, final, sinks, gate, heads, is_row[:, None], a)
     elif s.parts > 1 or not s.appends:
-        at = (((sequence * s.pairs + program) * s.parts + part) * R + i)[:, None]
-        tl.store(results.partial + at * C + out_c, acc, mask=is_out)
-        is_out = is_out & (out_c == 0) if N > 1 else is_out
-        tl.store(results.sums + at * 2, row_max, mask=is_out)
-        tl.store(results.sums + at * 2 + 1, row_sum, mask=is_out)
+        at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
+        tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
+        tl.store(results.sums + at * 2, row_max, mask=is_row)
+        tl.store(results.sums + at * 2 + 1, row_sum, mask=is_row)
 
 
-# Grid [K * SPLITS * N, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a
-# KV head, over a share of older positions. Row r is query r // EACH of head r % EACH. N neighbors
-# are a cluster, which has one part. Programs of the first parts start first: the others may have
-# nothing to do.
+# Grid [K * SPLITS, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a KV
+# head, over every `parts`-th block of older positions. Row r is query r // EACH of head r % EACH.
+# Programs of the first parts start first: the others may have nothing to do.
 @jit
 def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr):
-    N: tl.constexpr = s.cluster
     program, part = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
     start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
-    CODE: tl.constexpr = s.buffer
-    buffer = open_cluster(part, CODE) if N > 1 else 0
-    index = part * N + program % N
-    program = program // N
-    first, end, share = _find_span(first, end, index, parts * N, s)
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
     else:
@@ -306,21 +272,17 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
         scales = stored.scales + keys, stored.scales + values
     else:
         scales = None, None
-    keys, values = keys * s.width, values * s.width
-    if stored.following is not None:
-        following = stored.following + keys, stored.following + values
-    else:
-        following = None, None
-    keys, values = stored.entries + keys, stored.entries + values
+    keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
-    place = sequence, program, part, parts, index, start, first, end, count_stored, buffer
+    place = sequence, program, part, parts, start, first, end, count_stored
     BLOCK: tl.constexpr = s.tile.block
-    is_wide = ((share > BLOCK) & (share <= 2 * BLOCK)).to(tl.int32)
+    count = end - first
+    is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)
     BODIES: tl.constexpr = s.bodies
     for WIDE in tl.static_range(BODIES):
         if is_wide == WIDE or BODIES == 1:
             SIZE: tl.constexpr = BLOCK * (1 + WIDE)
-            _attend_part(qkv, rope, weights, cache, following, results, place, SIZE, s, PDL)
+            _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
 
 
 # Grid [H, C / COLUMNS, B * Q]: a program merges COLUMNS numbers of one query's head, if it has
@@ -345,8 +307,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     if parts == 1:
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
-    if a.gated:
-        gate = tl.load(qkv + (token * a.projected + a.first_gate + head) * C + c)[None, :]
+    if a.gate != "":
+        gate = _load_gate(qkv, token, head, c[None, :], a)
     in_group = head % a.group
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
     part = tl.arange(0, s.padded_parts)
@@ -361,4 +323,5 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
     zero = tl.zeros([1, 1], tl.float32)
     softmax = zero + largest, zero + total, acc[None, :]
-    _store_heads(results.y, softmax, sink, gate, (token * a.heads + head) * C + c[None, :], None)
+    heads = (token * a.heads + head) * C + c[None, :]
+    _store_heads(results.y, softmax, sink, gate, heads, None, a)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.cluster import buffer_code
 from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
 
 FEWEST_ROWS = 16  # that tensor cores multiply
@@ -45,7 +44,8 @@ class AttentionSettings:
     full_norm: bool = False  # norms over all heads of q and of k, before the clip
     norm_values: bool = False  # RMS norm of values too, without a weight
     keys_are_values: bool = False  # qkv has no values: they are its keys before norm and RoPE
-    gated: bool = False  # qkv ends with H more heads, whose sigmoid the output is multiplied by
+    gate: str = ""  # the output is multiplied by "sigmoid" or "softplus" of numbers after values
+    head_gate: bool = False  # the gate has one number a head, else as many as a head
     rope_begin: int = 0  # the layer's first column of `model.Context.rope`
 
     @property
@@ -59,12 +59,18 @@ class AttentionSettings:
 
     @property
     def first_gate(self) -> int:
-        return self.first_value + self.kv_heads
+        """The first number of qkv that is a gate."""
+        return (self.first_value + self.kv_heads) * self.head_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Numbers of a head's gate."""
+        return (1 if self.head_gate else self.head_dim) if self.gate else 0
 
     @property
     def projected(self) -> int:
-        """Heads of qkv."""
-        return self.first_gate + self.heads if self.gated else self.first_gate
+        """Numbers of a token in qkv."""
+        return self.first_gate + self.heads * self.gate_width
 
     def encoded(self) -> str:
         """Return the settings as text: a custom operator takes no dataclass."""
@@ -94,13 +100,11 @@ class Place(NamedTuple):
 class Stored(NamedTuple):
     """A KV cache [2, rows, K, S, C], of which the first B rows are used.
 
-    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16. following:
-    entries of the next layer's cache, of the same shape and type.
+    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16.
     """
 
     entries: Tensor
     scales: Tensor | None
-    following: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -117,12 +121,7 @@ class Tile:
 
     block: int  # positions at once
     stages: int  # blocks in flight, and the one in use
-    wide: bool = False  # read two blocks as one, where a program has more than one and up to two
-    prefetch: int = 0  # positions behind the first block that are prefetched into L2; 0: a block
-
-    @property
-    def ahead(self) -> int:
-        return self.prefetch or self.block
+    wide: bool = False  # read two blocks as one, where one part has more than one and up to two
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,6 @@ class KernelSettings:
     int8: bool = False
     appends: bool = True  # q is raw, and its own keys are not yet in the cache
     one_part: int = 0  # positions up to which there is one part
-    cluster: int = 1  # N: programs of a part
-    following: int = 0  # positions of the next layer's cache that a program prefetches into L2
-    follow_early: bool = False
-    few: int = 0
 
     @property
     def splits(self) -> int:
@@ -175,8 +170,6 @@ class KernelSettings:
     @property
     def few_parts(self) -> int:
         """Parts of one block, at most."""
-        if self.few:
-            return self.few
         return FEW_PARTS if self.queries == 1 and not self.int8 else MAX_PARTS
 
     @property
@@ -198,17 +191,7 @@ class KernelSettings:
         """Whether a program may have more than its first block, so that it has a loop."""
         own = 0 if self.appends else self.queries
         longest = min(self.longest, self.layer.window + self.align - 2 + own)
-        if self.cluster > 1:
-            of_one = min(longest, self.one_part) if self.parts > 1 else longest
-            longest = max(-(-of_one // self.cluster), -(-longest // (self.cluster * self.parts)))
-            longest = -(-longest // self.align) * self.align
         return longest > self.tile.block * self.bodies
-
-    @property
-    def buffer(self) -> str:
-        """PTX of the buffer of a cluster's exchange."""
-        C = self.layer.head_dim
-        return buffer_code(4 * self.stored_rows * (C + 2 * self.cluster))
 
     @property
     def ring(self) -> int:

@@ -22,11 +22,14 @@ def load_rotation(
     """Load RoPE of a token, or of tokens [M, 1], for the numbers c [M, C] of a head.
 
     Return c, the index of the number that RoPE pairs each with, its cosine and its signed sine.
+    Those of heads that are not rotated are 1.0 and 0.0.
     """
-    partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
-    rope += token * ROPE_WIDTH + ROPE_BEGIN + c
-    cos, sin = tl.load(rope), tl.load(rope + C)
-    return c, partner, cos, sin
+    if ROTARY_DIM > 0:
+        partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
+        rope += token * ROPE_WIDTH + ROPE_BEGIN + c
+        return c, partner, tl.load(rope), tl.load(rope + C)
+    else:
+        return c, c, 1.0, 0.0
 
 
 @jit

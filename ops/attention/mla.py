@@ -286,14 +286,14 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
 
 
 def attend_latent_tokens(
-    x: LatentTensors, layer: LatentSettings, tile: Tile | None = None, pdl: bool | None = None
+    x: LatentTensors, layer: LatentSettings, tile: Tile | None = None
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their latents -> [T, H * V].
 
     The reference is `LatentAttention.core`, but for q's projection. layer: without what a call
     adds. The cache has the dtype of q, or is int8. With PDL the kernels read all but q (of several
-    tokens: weights alone) while the previous kernel runs, which must not write that. pdl: None
-    launches with PDL where the GPU has it. Raises ValueError for sizes that they do not compute.
+    tokens: weights alone) while the previous kernel runs, which must not write that. Raises
+    ValueError for sizes that they do not compute.
     """
     (B, Q), T, S = x.positions.shape, len(x.q), x.cache.shape[3]
     H, rank = layer.heads, layer.rank
@@ -315,11 +315,11 @@ def attend_latent_tokens(
     partial = x.q.new_empty(B, s.parts, s.rows, rank, dtype=torch.float32)
     sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), triton.cdiv(T, s.each)
     grid = rank // columns, H if s.own else H + 1, tokens
-    launch(_map_queries, grid, x, mapped, settings=s, pdl=pdl)
+    launch(_map_queries, grid, x, mapped, settings=s)
     grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
-    launch(_attend_part, grid, x, mapped, partial, sums, settings=s, pdl=pdl, **options)
+    launch(_attend_part, grid, x, mapped, partial, sums, settings=s, **options)
     grid, warps = (triton.cdiv(values, rows), H, tokens), max(1, rank // 128)
-    launch(_merge_values, grid, x, partial, sums, y, settings=s, warps=warps, pdl=pdl)
+    launch(_merge_values, grid, x, partial, sums, y, settings=s, warps=warps)
     return y
 
 

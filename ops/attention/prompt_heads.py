@@ -60,7 +60,7 @@ def prepare_heads(qkv, rope, weights, q, kv, s: tl.constexpr):
     M: tl.constexpr = s.rows
     token = tl.program_id(0)
     c = tl.arange(0, C)[None, :]
-    x = qkv + token.to(tl.int64) * (a.projected * C)
+    x = qkv + token.to(tl.int64) * (a.projected)
     own = kv + token.to(tl.int64) * (2 * K * C)
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
     q_rms, k_rms = 1.0, 1.0
@@ -83,14 +83,14 @@ def prompt_heads(
     k_norm: Tensor | None,
     settings: str,
 ) -> tuple[Tensor, Tensor]:
-    """qkv [T, projected * C], rope fp32 [1, T, 1, 2 C] -> q [T, H, C], keys, values [T, 2, K, C].
+    """qkv [T, projected], rope fp32 [1, T, 1, 2 C] -> q [T, H, C], keys, values [T, 2, K, C].
 
     settings: as of `attend_tokens`. Queries are scaled for SDPA, whose own scale is C ** -0.5. The
     reference is `Attention.queries` and `Attention.keys_and_values`.
     """
     layer, T = decode_settings(settings), len(qkv)
     H, K, C = layer.heads, layer.kv_heads, layer.head_dim
-    check_shapes(qkv=(qkv, (T, layer.projected * C)))
+    check_shapes(qkv=(qkv, (T, layer.projected)))
     q, kv = qkv.new_empty(T, H, C), qkv.new_empty(T, 2, K, C)
     s = PrepareSettings(layer, rope.shape[-1], layer.scale * C**0.5)
     tensors = qkv.contiguous(), rope, HeadWeights(q_norm, k_norm), q, kv

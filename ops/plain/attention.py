@@ -6,14 +6,43 @@ Letters: B sequences, Q queries of each, S positions of keys, H query heads, K K
 `sinks` [H] are attention sinks: one more score per head, whose value is zero.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ops.inductor import custom_op
+from ops.plain.ring import cache_slots, ring_positions
 
 BLOCK = 128  # positions of a block, the unit in which `attend_blocks` reads a cache
+# Up to this cache length, reading the whole cache is faster than finding the blocks in use.
+SHORT_CACHE = 1024
+
+
+class Mask(NamedTuple):
+    """The cache positions that each query of a call attends to."""
+
+    bias: Tensor  # [B, Q, S], 0 where a query attends, else -inf
+    # The cache's blocks of BLOCK positions: how many are in use, int32 [B, 1, 1], and all block
+    # indices, int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
+    blocks: tuple[Tensor, Tensor] | None = None
+
+
+def make_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Mask:
+    """Return the mask of queries at positions [B, Q] of sequences of up to `length` positions.
+
+    window: of the layers, whose caches are rings if it is shorter. dtype: of the bias.
+    """
+    slots, is_eager = cache_slots(length, window), not torch.compiler.is_compiling()
+    is_ring, blocks = slots < length, None
+    if positions.device.type == "cpu" and is_eager:
+        length = int(positions.max()) + 1  # the host knows how much of the cache is in use
+    if slots > SHORT_CACHE and slots % BLOCK == 0 and positions.is_cuda and not is_eager:
+        blocks = blocks_in_use(positions, slots, window)
+    keys = ring_positions(positions, slots, length) if is_ring else None
+    return Mask(causal_bias(positions, length, window, dtype, keys), blocks)
 
 
 def causal_bias(
@@ -98,7 +127,7 @@ def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
 def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
     """Find the blocks of a cache that queries at rising positions [B, Q] see.
 
-    length: slots of the cache, which may be a ring. Return `model.Mask.blocks`: the number of those
+    length: slots of the cache, which may be a ring. Return `Mask.blocks`: the number of those
     blocks, int32 [B, 1, 1], and their indices, int32 [B, 1, 1, length / BLOCK], padded by any.
     """
     first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]

@@ -21,15 +21,17 @@ CHUNK = 64  # tokens that one triangular system covers
 L2_EPS = 1e-6  # added before the root in the norm of queries and keys
 
 
-def conv_silu_in_torch(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
+def conv_silu_in_torch(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Convolve each channel with its last W inputs, then apply SiLU: x [B, Q, N] -> same.
 
-    window [B, W - 1, N]: the inputs before x, which stay as they are. weight [N, W].
+    window [B, W - 1, N]: the inputs before x, which stay as they are. weight [N, W], bias [N].
     """
     Q, W = x.shape[1], weight.shape[1]
     inputs, weight = torch.cat((window, x), dim=1).float(), weight.float()
     y = sum(inputs[:, n : n + Q] * weight[:, n] for n in range(W))
-    return F.silu(y).to(x.dtype)
+    return F.silu(y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

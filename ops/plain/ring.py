@@ -8,6 +8,8 @@ Padding and idle rows write nothing: their positions may be anywhere.
 Letters: B sequences, Q tokens of each, K KV heads, R slots, C head dim.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,28 @@ def cache_slots(length: int, window: int | None) -> int:
     if window is None:
         return length
     return min(length, -(-(window + RING_SPARE) // RING_MULTIPLE) * RING_MULTIPLE)
+
+
+class Ring:
+    """What a cache whose tensors are rings does otherwise than `model.KVCache`: see `ring_of`."""
+
+    def write(self, memory: Tensor, values: Tensor, context) -> Tensor:
+        """Store the call's real tokens; return what they read, as `KVCache.write`."""
+        if context.chunk is not None:
+            return append_chunk(memory, values, *context.chunk, context.last)
+        lengths = [mask.bias.shape[-1] for mask in (context.masks or {}).values()]
+        place = context.positions, context.last
+        return append_to_ring(memory, values, *place, max(lengths, default=None))
+
+    def recurrent(self, row: int) -> list[Tensor]:
+        """Return all of a row's memory, since a later position replaces an earlier one."""
+        return self.row(row)
+
+
+@cache
+def ring_of(cache_class: type) -> type:
+    """Return the class of caches whose tensors are rings. cache_class: a `model.KVCache`."""
+    return type(f"Ring{cache_class.__name__}", (Ring, cache_class), {})
 
 
 def slot_positions(newest: Tensor, slots: int) -> Tensor:

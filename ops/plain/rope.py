@@ -27,10 +27,12 @@ def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: 
 def rotate(x: Tensor, rope: Tensor, rotary_dim: int) -> Tensor:
     """Rotate x [B, Q, heads, C] by RoPE -> fp32 (Su et al. 2021, equation 34).
 
-    rope: rows of `rope_table`, broadcast. Only the first rotary_dim numbers of a head rotate:
-    number n of their first half pairs with number n of the second. A roll swaps the halves, because
-    Inductor fuses it; it would materialize a `cat`.
+    rope: rows of `rope_table`, broadcast. Only the first rotary_dim numbers of a head rotate, none
+    with 0: number n of their first half pairs with number n of the second. A roll swaps the halves,
+    because Inductor fuses it; it would materialize a `cat`.
     """
+    if rotary_dim == 0:
+        return x.float()
     cos, sin = rope.chunk(2, dim=-1)
     x = x.float()
     swapped = x.unflatten(-1, (-1, rotary_dim)).roll(rotary_dim // 2, dims=-1).flatten(-2)

@@ -29,15 +29,21 @@ multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floatin
 A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
-from ops.products.gguf_words import add_five_bits, add_iq4, add_six_bits, iq4_table
 from ops.products.operands import high_half, low_half, split_four
 from ops.products.operands import load_x as load_x
-from ops.products.plain_words import dot_bytes, dot_looked_up, dot_nibbles
 from ops.products.units import first_byte, half, scale_and_min, second_byte
+from ops.products.words import (
+    dot_bytes,
+    dot_five_bits,
+    dot_looked_up,
+    dot_nibbles,
+    dot_six_bits,
+    e2m1_table,
+    iq4_table,
+)
 
 # Scales and zeros ---------------------------------------------------------------------------------
 
@@ -116,108 +122,6 @@ def row_scale(weights, rows, s):
 
 
 @jit
-def _add_bytes(word, x, total):
-    """Add one word's dot product to `total`: four signed bytes times four int16 in an int64."""
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x<2>, sum;
-            mov.b64 {x0, x1}, $2;
-            dp2a.lo.s32.s32 sum, x0, $1, $3;
-            dp2a.hi.s32.s32 $0, x1, $1, sum;
-            }""",
-            "=r,r,l,r",
-            (word, x, total),
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return dot_bytes(word, x, total, True)
-
-
-@jit
-def _add_word(word, x_even, x_odd, even, odd):
-    """Add one word's dot products to `even` and `odd`: int4 or hqq codes.
-
-    even: the sum of x times code over the even fields of words. odd: 16 times that sum over the
-    odd fields. x_even, x_odd: four int16 in an int64.
-    """
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x<4>, bytes<2>, sum<2>;
-            mov.b64 {x0, x1}, $3;
-            mov.b64 {x2, x3}, $4;
-            and.b32 bytes0, $2, 0x0F0F0F0F;
-            and.b32 bytes1, $2, 0xF0F0F0F0;
-            dp2a.lo.s32.u32 sum0, x0, bytes0, $5;
-            dp2a.lo.s32.u32 sum1, x2, bytes1, $6;
-            dp2a.hi.s32.u32 $0, x1, bytes0, sum0;
-            dp2a.hi.s32.u32 $1, x3, bytes1, sum1;
-            }""",
-            "=r,=r,r,l,l,r,r",
-            (word, x_even, x_odd, even, odd),
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return dot_nibbles(word, x_even, x_odd, even, odd)
-
-
-@jit
-def _add_e2m1(word, x_low, x_high, low, high, table):
-    """Add one word's dot products to `low` and `high`: e2m1 numbers.
-
-    low: over the lower four codes of words, high: over the upper four. A code's byte is 12 + twice
-    its number, from `table` (`e2m1_table`).
-
-    The table has 16 bytes and a look-up (prmt) takes 8, so there is one look-up for each sign. For
-    a code of the other sign, prmt copies the sign bit of a byte, which is 0 in all bytes of the
-    table. The look-up of the other sign is therefore 0, and the sum of both is the result. (A sum,
-    because additions run on another unit of the GPU than look-ups and shifts.)
-    """
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
-            mov.b64 {x0, x1}, $3;
-            mov.b64 {x2, x3}, $4;
-            xor.b32 other, $2, 0x88888888;
-            prmt.b32 above0, $7, $8, $2;
-            prmt.b32 below0, $9, $10, other;
-            shr.u32 upper, $2, 16;
-            shr.u32 other, other, 16;
-            prmt.b32 above1, $7, $8, upper;
-            prmt.b32 below1, $9, $10, other;
-            add.u32 above0, above0, below0;
-            add.u32 above1, above1, below1;
-            dp2a.lo.s32.u32 sum0, x0, above0, $5;
-            dp2a.lo.s32.u32 sum1, x2, above1, $6;
-            dp2a.hi.s32.u32 $0, x1, above0, sum0;
-            dp2a.hi.s32.u32 $1, x3, above1, sum1;
-            }""",
-            "=r,=r,r,l,l,r,r,r,r,r,r",
-            (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return dot_looked_up(word, x_low, x_high, low, high, table, 0)
-
-
-@jit
-def e2m1_table(zero):
-    """Return 12 + twice each e2m1 number as bytes: codes 0 to 3, 4 to 7, 8 to 11, 12 to 15."""
-    # Added to a zero that the compiler does not know, in every lane: otherwise it recomputes the
-    # constants for each look-up.
-    lanes = tl.arange(0, 32)[None, None, :] * zero
-    return lanes + 0x0F0E0D0C, lanes + 0x18141210, lanes + 0x090A0B0C, lanes + 0x00040608
-
-
-@jit
 def code_table(zero, s):
     """Return the table by which `multiply_chunk` looks up the numbers of codes, or ()."""
     if s.e2m1:
@@ -262,9 +166,9 @@ def _multiply_four_bits(words, scales, operands, table, s):
     odd = even
     for i in tl.static_range(4):
         if s.e2m1:
-            even, odd = _add_e2m1(words[i], x_even[i], x_odd[i], even, odd, table)
+            even, odd = dot_looked_up(words[i], x_even[i], x_odd[i], even, odd, table, False)
         else:
-            even, odd = _add_word(words[i], x_even[i], x_odd[i], even, odd)
+            even, odd = dot_nibbles(words[i], x_even[i], x_odd[i], even, odd)
     factor = tl.reshape(scales[0], words[0].shape)
     sum_x = sums[0]
     if s.kind == "nvfp4":
@@ -302,16 +206,16 @@ def _multiply_gguf(words, scales, operands, table, s):
         above = tl.reshape(scales[len(scales) - 1], words[0].shape)
     for i in tl.static_range(4):
         if s.kind == "q8_0":
-            low = _add_bytes(words[i], first[i], low)
+            low = dot_bytes(words[i], first[i], low, True)
         elif s.kind == "q4_k":
-            low, high = _add_word(words[i], first[i], second[i], low, high)
+            low, high = dot_nibbles(words[i], first[i], second[i], low, high)
         elif s.kind == "q5_k":
-            low = add_five_bits(words[i], above, first[i], second[i], low, i)
+            low = dot_five_bits(words[i], above, first[i], second[i], low, i)
         elif s.kind == "q6_k":
             pair = (above >> (i // 2 * 32)).to(tl.int32)
-            low, high = add_six_bits(words[i], pair, first[i], second[i], low, high, i % 2)
+            low, high = dot_six_bits(words[i], pair, first[i], second[i], low, high, i % 2)
         else:
-            low, high = add_iq4(words[i], first[i], second[i], low, high, table)
+            low, high = dot_looked_up(words[i], first[i], second[i], low, high, table, True)
     if s.kind == "q8_0":
         total = low.to(tl.float32) * unit * scale.to(tl.float32)
     elif s.kind == "iq4":
@@ -354,7 +258,7 @@ def multiply_chunk(codes, scales, operands, table, s):
     elif s.kind == "int8":
         sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
         for i in tl.static_range(4):
-            sums = _add_bytes(words[i], operands[0][i], sums)
+            sums = dot_bytes(words[i], operands[0][i], sums, True)
         total = sums.to(tl.float32) * operands[2]
         if s.gather:
             total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32)
@@ -375,9 +279,16 @@ def multiply_chunk(codes, scales, operands, table, s):
 
 @jit
 def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped")."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "clamped", "an unknown activation")
-    if ACTIVATION == "clamped":
+    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped").
+
+    An activation without a gate ("relu_squared") does not use up.
+    """
+    known: tl.constexpr = ("silu", "clamped", "relu_squared")
+    tl.static_assert(ACTIVATION in known, "an unknown activation")
+    if ACTIVATION == "relu_squared":
+        up = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return up * up
+    elif ACTIVATION == "clamped":
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0

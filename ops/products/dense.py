@@ -5,7 +5,6 @@
 MAX_TOKENS tokens have another kernel for dense products: ops/products/few_tokens.py.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -254,7 +253,6 @@ def dense_product(
     early: bool = False,
     send: TokenInbox | None = None,
     tiles: Tiles | FewTiles | None = None,
-    pdl: bool | None = None,
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
@@ -284,7 +282,7 @@ def dense_product(
     if T > 1:
         tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))
-    operand, how = operands_of(x, weight, scales), (tiles, pdl, fields)
+    operand, how = operands_of(x, weight, scales), (tiles, fields)
     return launch_sum(operand, weight, None, residual, bias, y, send, how)
 
 
@@ -296,13 +294,13 @@ def launch_sum(
     bias: Tensor | None,
     y: Tensor,
     send: TokenInbox | None,
-    how: tuple[Tiles | None, bool | None, dict],
+    how: tuple[Tiles | None, dict],
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, pdl, and fields of `SumSettings` but for those of `send`.
+    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`.
 
     Raises ValueError for a result that cannot be sent.
     """
-    tiles, pdl, fields = how
+    tiles, fields = how
     if send is not None:
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
@@ -312,5 +310,5 @@ def launch_sum(
         experts = choice.indices.shape[1]
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
     operands = x, choice, residual, weight.tensors, bias, y, 0, send
-    launch(_multiply_sum, grid, *operands, settings=settings, pdl=pdl, **options)
+    launch(_multiply_sum, grid, *operands, settings=settings, **options)
     return y if send is None else None

@@ -17,7 +17,6 @@ Letters: T tokens, A experts of a token (shared ones are among them), P = T * A 
 numbers of h and of x. Pair n is that of token n // A and its expert n % A.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -95,8 +94,13 @@ class ExpertSettings(FewSettings):
     end: int = 0  # one past the last; 0: it has all
 
     @property
+    def down(self) -> bool:
+        return self.activation is None
+
+    @property
     def gated(self) -> bool:
-        return self.activation is not None
+        """Whether rows are those of gates, then as many others."""
+        return self.activation is not None and self.activation.gated
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,8 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 
 # Grid [R, tiles]: a program computes `rows` rows of the result of a tile's pairs.
 #
-# Gate and up have an activation: the result is h [P, I], and the x of a pair is that of its token.
+# Gate and up, or up alone, have an activation: the result is h [P, I], and the x of a pair is that
+# of its token.
 # Down has none: the result is one fp32 row a pair, times its routing weight, of the pair's own x.
 # The previous kernels chose the experts, so nothing is loaded before the wait.
 #
@@ -183,6 +188,7 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 @jit
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     GATED: tl.constexpr = s.gated
+    DOWN: tl.constexpr = s.down
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.warps
     DEPTH: tl.constexpr = s.depth
@@ -249,7 +255,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane = tl.arange(0, TILES * WARPS * 32)
     lane_slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
-    begins = spread_begins((source // A if GATED else source) * s.width, s)
+    begins = spread_begins((source if DOWN else source // A) * s.width, s)
     for d in tl.static_range(X_DEPTH):
         xs = xs + (load_fields(x, begins, d, s, False),)
     # e2m1 has no registers left for these: fewer programs would run at once.
@@ -262,9 +268,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     if bias is not None:
         bias += expert * OUT
     result = _finish_rows(totals[0], scales, bias, rows, inside, s, DTYPE)
+    up = result
     if GATED:
         up_bias = None if bias is None else bias + N
         up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
+    if not DOWN:
         ACTIVATION: tl.constexpr = s.activation.kind
         LIMIT: tl.constexpr = s.activation.limit
         ALPHA: tl.constexpr = s.activation.alpha
@@ -355,11 +363,12 @@ def multiply_tiles(
 ) -> Tensor:
     """Multiply each pair's x by its expert's weight [E, out, in] -> y [P, out], or [P, out / 2].
 
-    activation: x [T, in] is that of tokens, and the products are gate and up. None: x [P, in] is
-    that of pairs, and the result has their routing weights [T, A]. bias [E, out]. own: experts of
+    activation: x [T, in] is that of tokens, and the products are gate and up; without a gate they
+    are up alone, and y is [P, out]. None: x [P, in] is that of pairs, and the result has their
+    routing weights [T, A]. bias [E, out]. own: experts of
     this weight, if it has not all; results of pairs with another expert are not stored.
     """
-    gated = activation is not None
+    gated = activation is not None and activation.gated
     count, tile = order.pairs.shape
     tiles = tiles or choose_few(weight, gated, tile)
     fixed = settings_of(weight, tiles, tile)
@@ -410,7 +419,8 @@ def run_experts(
 ) -> Tensor:
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
-    indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]. The
+    indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]; w13 is
+    [E, I, D] if the activation has no gate. The
     reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
     """
     P, E = indices.numel(), len(w13.tensors.codes)
@@ -418,7 +428,7 @@ def run_experts(
     parts = x.new_empty(P, w2.out, dtype=torch.float32)
 
     def multiply(w13: Weight, w2: Weight, own: range | None, *biases: Tensor | None) -> None:
-        h, (bias13, bias2) = x.new_empty(P, w13.out // 2), biases
+        h, (bias13, bias2) = x.new_empty(P, w2.width), biases
         multiply_tiles(x, w13, order, h, activation, bias=bias13, own=own)
         multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, own=own)
 

@@ -17,7 +17,6 @@ once. ops/README.md has the rules of what a kernel may read before the previous 
 Several tokens have other kernels: ops/products/expert_tiles.py.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -91,8 +90,9 @@ def _activate(gate, up, s: tl.constexpr):
 
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
-# result, with two loads gate and up. If there are several, x stays in registers, and the next
-# tile's weights are loaded while this one's are multiplied.
+# result, with two loads gate and up. An activation without a gate has one load. If there are
+# several tiles, x stays in registers, and the next tile's weights are loaded while this one's are
+# multiplied.
 #
 # Weights depend on an index or scores that the previous kernel wrote, so nothing is loaded before
 # the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
@@ -208,6 +208,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         out = h + pair * I + row + rows
         if s.loads == 2:
             gate = _activate(gate, up, ACTIVATION)
+        elif ACTIVATION is not None:
+            gate = _activate(gate, gate, ACTIVATION)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
@@ -237,7 +239,6 @@ def gate_up(
     routing: Routing,
     activation: Activation = SWIGLU,
     tiles: Tiles | None = None,
-    pdl: bool | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     indices: Tensor | None = None,
@@ -245,12 +246,12 @@ def gate_up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts by the scores of `norm_router`, and multiply x [T, D] by their w13.
 
-    Return h [T (A + S), I], gated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
+    Return h [T (A + S), I], activated, expert_indices int64 and expert_weights fp32 [T, A + S]. The
     references are `MoE.route`, or `SigmoidRoutedMoE.route`, and `ExpertLinear.gather_gated`.
 
-    x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last. bias
-    [E, 2 I]: added before the activation. dtype: of h; default x.dtype. pdl: None launches with PDL
-    where the GPU has it. indices [T, A + S]: where to store those of experts, -1 before
+    x may be a `QuantizedX` of this weight. weight [E + S, 2 I, D], shared experts last; or
+    [E + S, I, D] for an activation without a gate. bias [E, 2 I]: added before the activation.
+    dtype: of h; default x.dtype. indices [T, A + S]: where to store those of experts, -1 before
     (`norm_router`); default: new. last int64 [B]: of several tokens [B, Q] those after the last
     real one of their row are padding, whose h is not stored.
     """
@@ -262,7 +263,7 @@ def gate_up(
     fields: dict = {"routing": choice_of(weight.parts[0].shape[0] - routing.shared, routing)}
     if T > 1:
         fields |= dict(pairs_of_row=routing.pairs, queries=queries_of(T, last))
-    how = activation, dtype, tiles, pdl
+    how = activation, dtype, tiles
     h = _launch_each(x, weight, choice, bias, how, T * routing.pairs, **fields)
     return h, indices, weights
 
@@ -272,11 +273,11 @@ def gate_up_shared(
     weight: Weight,
     scores: Tensor,
     routing: Routing,
+    activation: Activation = SWIGLU,
     tiles: Tiles | None = None,
-    pdl: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], SwiGLU.
+    """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], activated.
 
     scores: of `norm_router`. With `routing.gated` h is multiplied by the sigmoid of the gate's
     score, so that the down product is a `dense_product`. The others: as of `gate_up`. With PDL, the
@@ -286,7 +287,7 @@ def gate_up_shared(
     check_rows("x", x, T, weight.width)
     choice = Chosen(None, scores if routing.gated else None)
     fields = {"routing": choice_of(scores.shape[-1] - routing.gated, routing)}
-    how = SWIGLU, dtype, tiles, pdl
+    how = activation, dtype, tiles
     return _launch_each(x, weight, choice, None, how, T, pairs_of_row=int(T > 1), **fields)
 
 
@@ -298,19 +299,18 @@ def multiply_each(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tiles: Tiles | None = None,
-    pdl: bool | None = None,
 ) -> Tensor:
     """Multiply x [M, D] by the weights [E, out, D] of given experts, N indices -> [N, out].
 
     x may be a `QuantizedX` of this weight. Pair n multiplies row n // (N // M) of x. activation:
-    of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`. The others: as
-    of `gate_up`.
+    of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`; one without a
+    gate -> [N, out]. The others: as of `gate_up`.
     """
     rows, pairs = len(x.operands if isinstance(x, QuantizedX) else x), indices.numel()
     if isinstance(x, Tensor):
         check_rows("x", x, rows, weight.width)
     pairs_of_row = pairs // rows if rows > 1 else 0
-    how = activation, dtype, tiles, pdl
+    how = activation, dtype, tiles
     return _launch_each(x, weight, Chosen(indices), bias, how, pairs, pairs_of_row=pairs_of_row)
 
 
@@ -319,14 +319,14 @@ def _launch_each(
     weight: Weight,
     choice: Chosen,
     bias: Tensor | None,
-    how: tuple[Activation | None, torch.dtype | None, Tiles | None, bool | None],
+    how: tuple[Activation | None, torch.dtype | None, Tiles | None],
     pairs: int,
     **fields,
 ) -> Tensor:
-    """Launch `_multiply_each`. how: activation, dtype, tiles, pdl. fields: of `EachSettings`."""
-    activation, dtype, tiles, pdl = how
+    """Launch `_multiply_each`. how: activation, dtype, tiles. fields: of `EachSettings`."""
+    activation, dtype, tiles = how
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    fields |= dict(loads=1 if activation is None else 2, activation=activation)
+    fields |= dict(loads=2 if activation and activation.gated else 1, activation=activation)
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     shape = pairs, weight.out // settings.loads
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
@@ -335,7 +335,7 @@ def _launch_each(
     grid = grid[0] + chooses, pairs
     if (chooses or choice.indices is None) and settings.pairs_of_row:
         grid = grid[::-1]
-    launch(_multiply_each, grid, *operands, settings=settings, pdl=pdl, **options)
+    launch(_multiply_each, grid, *operands, settings=settings, **options)
     return h
 
 
@@ -350,7 +350,6 @@ def down(
     dtype: torch.dtype | None = None,
     send: TokenInbox | None = None,
     tiles: Tiles | None = None,
-    pdl: bool | None = None,
     last: Tensor | None = None,
 ) -> Tensor | None:
     """Sum tokens' experts: x [T A, I], weight w2 [E, D, I], indices and routing [T, A] -> [T, D].
@@ -370,13 +369,13 @@ def down(
     if isinstance(x, Tensor):
         check_rows("x", x, T * experts, weight.width)
     if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads, T):
-        x = quantize_tokens(operand_of(x, weight).view(T, -1), weight, pdl)
+        x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
     check_rows("residual", residual, T, weight.out)
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
     fields: dict = {"scale": scale}
     if T > 1:
         fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
-    how = (tiles, pdl, fields)
+    how = (tiles, fields)
     choice = Chosen(indices, weights=routing, last=last if T > 1 else None)
     return launch_sum(operands_of(x, weight), weight, choice, residual, bias, y, send, how)

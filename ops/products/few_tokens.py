@@ -4,7 +4,6 @@ x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual. ops/prod
 has the loop; ops/products/expert_tiles.py has the products of experts.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -105,8 +104,7 @@ def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or those of e2m1
-    run = weight.group // weight.fields
-    return next(vec for vec in (4, 2, 1) if run % (4 * vec) == 0)
+    return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
 
 
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:

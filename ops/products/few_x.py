@@ -3,7 +3,6 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
@@ -19,7 +18,7 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
     """
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
-    FIELDS: tl.constexpr = s.fields
+    FIELDS: tl.constexpr = s.unit_fields
     RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
     WORDS: tl.constexpr = s.words
     TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
@@ -53,7 +52,7 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
 @jit
 def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
     """Load the x of all fields of a step, so that all loads are in flight at once."""
-    FIELDS: tl.constexpr = s.fields
+    FIELDS: tl.constexpr = s.unit_fields
     fields = ()
     for k in tl.static_range(FIELDS):
         fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
@@ -66,7 +65,7 @@ def spread_begins(begins, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.fields == 1:
+    if s.unit_fields == 1:
         begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
         begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
     else:
@@ -81,7 +80,7 @@ def token_fragments(numbers, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.fields == 1:
+    if s.unit_fields == 1:
         numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
     elif VEC == 1:
@@ -98,7 +97,7 @@ def token_sums(numbers, s: tl.constexpr):
     """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
-    if s.fields == 1:
+    if s.unit_fields == 1:
         numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
     else:
         numbers = tl.sum(tl.reshape(numbers, [2, WARPS, 8, 4 * VEC]), 0)

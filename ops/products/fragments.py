@@ -20,7 +20,6 @@ multiplies the fp32 sum of its products, so that a step lies within a group; a s
 (mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -36,14 +35,14 @@ from ops.products.units import (
     scale_and_min,
     second_byte,
 )
-from ops.products.weights import GGUF
+from ops.products.weights import GGUF, Codes
 
 TILE = 8  # tokens of a tensor core's instruction
 UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
 
 
 @dataclass(frozen=True)
-class FewSettings:
+class FewSettings(Codes):
     """What a product of several tokens is compiled for."""
 
     out: int  # rows of the weight
@@ -58,19 +57,14 @@ class FewSettings:
     tokens: int  # tokens of a program
 
     @property
-    def fields(self) -> int:
+    def unit_fields(self) -> int:
         """Codes of a unit."""
-        return {"bf16": 1, "int8": 2, "fp8": 2, "fp8b": 2, "q8_0": 2}.get(self.kind, 4)
+        return self.fields // 2
 
     @property
     def width(self) -> int:
         """Numbers of a row."""
-        return 2 * self.words * self.fields
-
-    @property
-    def run(self) -> int:
-        """Words of a group."""
-        return self.group // (2 * self.fields)
+        return self.words * self.fields
 
     @property
     def steps(self) -> int:
@@ -85,16 +79,6 @@ class FewSettings:
     def tiles(self) -> int:
         """Tiles of a program, a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.tokens, TILE))
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
-
-    @property
-    def e2m1(self) -> bool:
-        """Whether codes are e2m1 numbers, which scales multiply."""
-        return self.kind in ("mxfp4", "nvfp4")
 
     @property
     def step_scaled(self) -> bool:
@@ -112,11 +96,6 @@ class FewSettings:
         return self.kind == "q6_k"
 
     @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
     def sharing(self) -> int:
         """Words that share a word of the bits above their codes; 0: there are none."""
         return {"q5_k": 4, "q6_k": 2}.get(self.kind, 0)
@@ -124,7 +103,7 @@ class FewSettings:
     @property
     def scales(self) -> int:
         """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
-        if self.row_scaled and not self.e2m1:
+        if self.has_row_scale and not self.e2m1:
             return self.out
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
@@ -230,7 +209,7 @@ def load_rows(weights, row, step, s: tl.constexpr):
 @jit
 def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
     """Load the scales of rows, counted from `first` on, of a kind with one scale a row."""
-    if s.row_scaled:
+    if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -379,7 +358,7 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     ROWS: tl.constexpr = s.rows
-    FIELDS: tl.constexpr = s.fields
+    FIELDS: tl.constexpr = s.unit_fields
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
     STEP: tl.constexpr = 1 if s.halves else JOINED
     NEXT: tl.constexpr = 2 if s.halves else 1

@@ -17,7 +17,6 @@ A norm is quantized here, once for all programs of the experts' first product.
 Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -231,12 +230,11 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
     FIELDS: tl.constexpr = l.fields
-    ORDER: tl.constexpr = l.order
     values = ()
     for k in tl.static_range(FIELDS):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l.quads, ORDER, l.lanes)
+    store_quads(values, normed, units, l)
 
 
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
@@ -405,7 +403,6 @@ def norm_router(
     plain: Tensor | None = None,
     rows: int | None = None,
     warps: int = 4,
-    pdl: bool | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -430,15 +427,15 @@ def norm_router(
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
     grid = (programs,) if T == 1 else (programs, T)
     tensors = x, Added(), before.norm, None, before.router, results
-    launch(join_tokens, grid, *tensors, settings=s, warps=warps, pdl=pdl)
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, results.scores
 
 
-def norm_tokens(x: Tensor, norm: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+def norm_tokens(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`."""
     normed, (T, D) = torch.empty_like(x), x.shape
     tensors = x, Added(), norm, None, Router(), Results(normed)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8, pdl=pdl)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8)
     return normed
 
 
@@ -449,7 +446,6 @@ def receive_norm_router(
     before: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
-    pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
 
@@ -476,5 +472,5 @@ def receive_norm_router(
     )
     added = Added(inbox.memory, inbox.calls)
     tensors = x, added, before.norm, None, before.router, results
-    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps, pdl=pdl)
+    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps)
     return total, normed, scores

@@ -9,11 +9,10 @@ Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from ops.launch import jit, tl
-from ops.products.plain_words import add_pair
+from ops.products.words import add_pair
 
 # x of a chunk -------------------------------------------------------------------------------------
 
@@ -150,22 +149,6 @@ def _prepare_fp32(raw, norm, s):
 
 
 @jit
-def _add_pair(pair, total):
-    """Add both int16 of a word to `total`."""
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            "dp2a.lo.s32.s32 $0, $1, 257, $2;",
-            "=r,r,r",
-            (pair, total),
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return add_pair(pair, total)
-
-
-@jit
 def _join_pairs(low, high):
     """Return two words as one int64."""
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
@@ -204,7 +187,7 @@ def quantize(values, ORDER: tl.constexpr, BITS: tl.constexpr):
         low_bits = (low * inverse + 12582912.0).to(tl.int32, bitcast=True)
         high_bits = (high * inverse + 12582912.0).to(tl.int32, bitcast=True)
         pair = (low_bits & 0xFFFF) | (high_bits << 16)
-        total = _add_pair(pair, total)
+        total = add_pair(pair, total)
         pairs = pairs + (pair,)
         if n + 1 == FIELDS // 2 or (ORDER == "nvfp4" and n == 1):
             sums = sums + (tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit,)

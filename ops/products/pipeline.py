@@ -10,7 +10,6 @@ Where instructions bind (mxfp4), programs stay: no more than run at once, each w
 x then stays in registers, and a tile's last multiplications load the next tile's first chunks.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from ops.products.operands import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
-from ops.products.weights import BITS, GGUF, INTEGERS, ORDERS, UNITS, Weight
+from ops.products.weights import Codes, Weight
 
 S = TypeVar("S", bound="Product")
 
@@ -46,7 +45,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(Codes):
     """Settings of a product: its weight, and how a program divides it."""
 
     kind: str
@@ -83,16 +82,6 @@ class Product:
         return self.quads * self.fields, self.units * self.quads
 
     @property
-    def fields(self) -> int:
-        """Codes in a word."""
-        return 32 // BITS[self.kind]
-
-    @property
-    def run(self) -> int:
-        """Words of a group."""
-        return self.group // self.fields
-
-    @property
     def chunks(self) -> int:
         return -(-self.quads // self.lanes)
 
@@ -104,37 +93,7 @@ class Product:
     @property
     def of_rows(self) -> bool:
         """Whether a row has one scale, by which the sum is multiplied."""
-        return self.kind in ("int8", "fp8", "nvfp4") and not self.gather
-
-    @property
-    def units(self) -> int:
-        """Numbers of a quad of `QuantizedX.units`."""
-        return UNITS.get(self.kind, 2)
-
-    @property
-    def e2m1(self) -> bool:
-        """Whether codes are e2m1 numbers."""
-        return self.kind in ("mxfp4", "nvfp4")
-
-    @property
-    def integers(self) -> bool:
-        """Whether codes are multiplied as integers."""
-        return self.kind in INTEGERS
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether a `QuantizedX` has both operands of a word next to each other."""
-        return self.order == "int4"
-
-    @property
-    def order(self) -> str:
-        """As `Weight.order`."""
-        return ORDERS.get(self.kind, self.kind)
+        return self.has_row_scale and not self.gather
 
 
 class Chosen(NamedTuple):

@@ -15,209 +15,34 @@ along `in`.
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
-from ops.products.units import (
-    decode,
-    decode_hqq,
-    e2m1_factor,
-    finish,
-    first_byte,
-    pair_factors,
-    scale_and_min,
-    second_byte,
-    to_fp32,
+from ops.products.codes import activate
+from ops.products.prompt_weights import (
+    GateTensors,
+    PromptSettings,
+    PromptTile,
+    load_numbers,
+    load_scales,
+    number_of_field,
+    prompt_operands,
+    weight_field,
 )
-from ops.products.weights import BITS, GGUF, kernel_tensors
+from ops.products.units import finish
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
 # weights (H200).
 FEW_ROWS = 64
+NO_GATE = GateTensors()
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
-
-
-@dataclass(frozen=True)
-class PromptTile:
-    """How a grouped GEMM divides its work. benchmarks/grouped.py measures some."""
-
-    rows: int  # BM, rows of x
-    outputs: int  # BN
-    numbers: int  # BK, along `in` in a step
-    warps: int
-    stages: int = 3  # steps in flight
-
-
-@dataclass(frozen=True)
-class PromptSettings:
-    """What `_grouped` is compiled for."""
-
-    out: int
-    width: int  # numbers of a row of x
-    E: int
-    kind: str
-    bits: int
-    group: int  # numbers that share a scale
-    tile: PromptTile
-
-    @property
-    def packed(self) -> bool:
-        return self.kind != "plain"
-
-    @property
-    def fields(self) -> int:
-        """Codes of a unit."""
-        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
-
-    @property
-    def run(self) -> int:
-        return grouped_run(self.width, self.bits)
-
-    @property
-    def step_scaled(self) -> bool:
-        """Whether each group of numbers along `in` has a scale."""
-        return self.bits < 8 or self.gguf
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def bits_above(self) -> int:
-        """Bits of a code in a plane of their own."""
-        return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
-
-    @property
-    def experts_pow2(self) -> int:
-        return triton.next_power_of_2(self.E)
-
-
-# Scales and third bits ----------------------------------------------------------------------------
-
-
-@jit
-def _expand(values, COUNT: tl.constexpr):
-    """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
-    BN: tl.constexpr = values.shape[0]
-    n: tl.constexpr = values.shape[1]
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
-
-
-@jit
-def _expand_pairs(even, odd, COUNT: tl.constexpr):
-    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
-    BN: tl.constexpr = even.shape[0]
-    n: tl.constexpr = even.shape[1]
-    both = tl.join(even, odd)[:, :, None, :]
-    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
-
-
-@jit
-def _load_above(plane, rows, start, s: tl.constexpr):
-    """Load the bits above the codes of BK numbers -> int16 [BN, units].
-
-    They are as `decode` or `decode_hqq` takes them. SHARING words of codes have one word of the
-    plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
-    those of the word before.
-    """
-    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
-    # that multiply what they loaded, but moves nothing that depends on a position.
-    FIELDS: tl.constexpr = s.fields
-    UNITS: tl.constexpr = s.width // FIELDS
-    SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
-    SHIFT: tl.constexpr = 8 // SHARING
-    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
-    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
-    word, inside = unit // 2 % SHARING, unit < UNITS
-    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
-    if s.kind == "hqq":
-        bits = bits << 2
-    for m in tl.static_range(1, SHARING):
-        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
-        bits |= own >> (SHIFT * m - 2 if s.kind == "hqq" else SHIFT * m)
-    return bits
-
-
-@jit
-def _load_scales(weights, rows, start, s: tl.constexpr):
-    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
-    FIELDS: tl.constexpr = s.fields
-    IN: tl.constexpr = s.width
-    GROUP: tl.constexpr = s.group
-    BK: tl.constexpr = s.tile.numbers
-    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
-    # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
-    # Triton 3.6 moves all products through shared memory instead of the scale.
-    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
-    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
-    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
-    scale = tl.load(weights.scale + group)
-    if weights.step is not None:
-        return scale, tl.load(weights.step + group // 8)
-    else:
-        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
-
-
-@jit
-def _group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert the result of `_load_scales` to a factor and an offset for each unit of a step.
-
-    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields.
-    """
-    COUNT: tl.constexpr = s.tile.numbers // s.fields
-    scale, zero = fetched
-    offset = 0.0
-    if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        factor = _expand_pairs(even, odd, COUNT)
-    else:
-        if s.kind == "mxfp4":
-            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
-            scale = scale.to(tl.float32)  # or Triton would round products to fp16
-        elif s.kind == "hqq":
-            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-            if weights.scale_step is not None:
-                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-                scale = scale * step + low
-                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-                zero = zero * step + low
-            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
-        elif s.kind == "q4_k" or s.kind == "q5_k":
-            scale, least = scale_and_min(scale, zero)
-            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
-        elif s.kind == "q6_k":
-            step = zero.to(tl.float32)
-            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
-        elif s.gguf:
-            scale = scale.to(tl.float32)
-            if weights.step is not None:
-                scale *= zero.to(tl.float32)
-        factor = _expand(scale, COUNT)
-    return factor, offset
-
-
-@jit
-def _block_factor(scale, rows, unit, start, s: tl.constexpr):
-    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
-    IN: tl.constexpr = s.width
-    GROUP: tl.constexpr = s.group
-    BK: tl.constexpr = s.tile.numbers
-    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
 
 
 # Tiles --------------------------------------------------------------------------------------------
@@ -242,49 +67,19 @@ def _find_expert(tile, group_ends, s: tl.constexpr):
 
 
 @jit
-def _find_rows(tile, expert, groups, BM: tl.constexpr):
-    """Return the rows of x [BM, 1] of a tile, and whether each is present."""
+def _find_rows(tile, expert, groups, s: tl.constexpr):
+    """Return the first row of x of a tile, and the end of the expert's rows."""
+    BM: tl.constexpr = s.tile.rows
     experts, starts, ends, tiles, last = groups
     mine = experts == expert
     tile -= tl.sum(tl.where(mine, last - tiles, 0))
-    row, end = tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
-    rows = row + tl.arange(0, BM)[:, None]
-    return rows, rows < end
-
-
-@jit
-def _weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a field of packed units as weights, without what `finish` multiplies."""
-    KIND: tl.constexpr = s.kind
-    BITS: tl.constexpr = s.bits
-    units, above, factor, offset = numbers
-    if KIND == "hqq":
-        code = decode_hqq(units, above, field, BITS, DTYPE)
-        return (code * factor - offset).to(DTYPE)
-    elif s.gguf:
-        number = decode(units, above, field, KIND, DTYPE)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
-        if KIND == "q6_k":
-            number *= factor if field % 2 == 0 else offset
-        else:
-            number = number * factor - offset
-        return number.to(DTYPE)
-    number = decode(units, factor, field, KIND, DTYPE)
-    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
-        number = to_fp32(number)  # the factor has more digits than bf16
-    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
-        factor = factor.to(tl.float32)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
-    if KIND == "fp8b" or KIND == "int4":
-        number = (number * factor).to(DTYPE)
-    return number
+    return tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
 
 
 @jit
 def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
     FIELDS: tl.constexpr = s.fields
-    RUN: tl.constexpr = s.run
     IN: tl.constexpr = s.width
     BK: tl.constexpr = s.tile.numbers
     x, rows, present, unit = x_tile
@@ -292,10 +87,10 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     # waits for it, and the compiler waits before it decodes the next field. It cut a single product
     # of all fields into several, and Triton 3.6 wrote to registers that were still being read.
     for field in tl.static_range(FIELDS):
-        k = (unit // RUN * FIELDS + field) * RUN + unit % RUN
+        k = number_of_field(unit, field, s)
         inside = present & (k < IN) if IN % BK else present
-        a = tl.load(x + rows.to(tl.int64) * IN + k, mask=inside, other=0.0)
-        b = _weight_field(numbers, field, s, x.dtype.element_ty)
+        a = tl.load(x + rows * IN + k, mask=inside, other=0.0)
+        b = weight_field(numbers, field, s, x.dtype.element_ty)
         sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
     return sums
 
@@ -307,88 +102,127 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
     BK: tl.constexpr = s.tile.numbers
     x, rows, present, k = x_tile
     x_inside = present & (k < IN) if IN % BK else present
-    a = tl.load(x + rows.to(tl.int64) * IN + k, mask=x_inside, other=0.0)
+    a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
     b = tl.load(weight + weight_rows * IN + k, mask=inside)
     return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
 
 
 @jit
-def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
+def _store_tile(y, sums, scale, gate, place, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Store a tile's sums, or the activation of their pairs, which are gate and up.
+
+    scale: of the expert's rows, for int8, fp8 and nvfp4. place: the expert, rows of y [BM, 1],
+    whether each is present, and the first row of the weight.
+    """
     OUT: tl.constexpr = s.out
+    BN: tl.constexpr = s.tile.outputs
     KIND: tl.constexpr = s.kind
+    expert, rows, present, first = place
     sums = tl.trans(sums) if s.packed else sums
     factor = None
     if s.row_scaled:
+        n = _weight_rows(first, gate, s)
         factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
     if KIND != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, KIND, DTYPE)
-    place = y + rows.to(tl.int64) * OUT + n[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
+    if s.activation is None:
+        WIDTH: tl.constexpr = OUT
+        n = first + tl.arange(0, BN)
+    else:
+        WIDTH: tl.constexpr = OUT // 2
+        n = first // 2 + tl.arange(0, BN // 2)
+        gates, ups = tl.split(tl.reshape(sums, [sums.shape[0], BN // 2, 2]))
+        if gate.bias is not None:
+            at = n if gate.columns is None else tl.load(gate.columns + n, mask=n < WIDTH, other=0)
+            own = gate.bias + expert.to(tl.int64) * OUT + at
+            gates += tl.load(own, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+            ups += tl.load(own + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+        kind: tl.constexpr = s.activation.kind
+        sums = activate(gates, ups, kind, s.activation.limit, s.activation.alpha)
+    at = y + rows.to(tl.int64) * WIDTH + n[None, :]
+    tl.store(at, sums.to(y.dtype.element_ty), mask=present & (n < WIDTH)[None, :])
 
 
-# Grid [T, out / BN]: a program computes one tile, of BM rows of x and BN outputs of one expert, in
-# steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
-#
-# One kernel: its speed depends on the order of loads, prefetches and products. A reader should see
-# that order whole. Formats differ in constexprs only.
 @jit
-def _grouped(x, y, group_ends, weights, third, s: tl.constexpr):
+def _weight_rows(first, gate, s: tl.constexpr):
+    """Return the rows of an expert's weight [BN] whose products a tile computes.
+
+    They are rows of gate and up in turn, in the order of the result, if there is an activation.
+    """
+    BN: tl.constexpr = s.tile.outputs
+    row = first + tl.arange(0, BN)
+    if s.activation is not None:
+        n = row // 2
+        if gate.columns is not None:
+            n = tl.load(gate.columns + n, mask=row < s.out, other=0)
+        row = n + row % 2 * (s.out // 2)
+    return row
+
+
+@jit
+def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
+    """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
     OUT: tl.constexpr = s.out
     IN: tl.constexpr = s.width
     FIELDS: tl.constexpr = s.fields
     GROUP: tl.constexpr = s.group
-    BM: tl.constexpr = s.tile.rows
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
+    x, y, weights, third, pairs, gate = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
-    tile = tl.program_id(0)
+    rows = first + tl.arange(0, BM)[:, None]
+    present = rows < end
+    x_rows = rows.to(tl.int64)
+    if pairs is not None:
+        x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
+    n = _weight_rows(block * BN, gate, s)
+    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
+    scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
+    sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
+    fetched = None
+    if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
+        fetched = load_scales(weights, weight_rows, 0, s)
+    for start in range(0, IN, BK):
+        unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+        inside = unit < IN // FIELDS if IN % BK else None
+        x_tile = (x, x_rows, present, unit)
+        if s.packed:
+            at = (weight_rows, scale_rows, unit)
+            numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
+            if s.step_scaled:
+                fetched = load_scales(weights, weight_rows, start + BK, s)
+            sums = _multiply_fields(sums, numbers, x_tile, s)
+        else:
+            sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
+    scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+    if s.row_scaled:
+        scale += expert.to(tl.int64) * OUT
+    place = (expert, rows, present, block * BN)
+    _store_tile(y, sums, scale, gate, place, s, DTYPE)
+
+
+# Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
+# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
+@jit
+def _grouped(x, y, group_ends, weights, third, pairs, gate, s: tl.constexpr):
+    BM: tl.constexpr = s.tile.rows
+    TAIL: tl.constexpr = s.tile.tail
+    tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, groups = _find_expert(tile, group_ends, s)
-    if expert < s.E:
-        rows, present = _find_rows(tile, expert, groups, BM)
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
-        weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-        scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
-        sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
-        if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
-            fetched = _load_scales(weights, weight_rows, 0, s)
-        for start in range(0, IN, BK):
-            unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
-            inside = unit < IN // FIELDS if IN % BK else None
-            x_tile = (x, rows, present, unit)
-            if s.packed:
-                place = weights.codes + weight_rows * (IN // FIELDS) + unit
-                units = tl.load(place, mask=inside)
-                above = units
-                if s.bits_above > 0:
-                    plane = third if s.kind == "hqq" else weights.high
-                    above = _load_above(plane, weight_rows, start, s)
-                factor, offset = 0.0, 0.0
-                if s.kind == "fp8b":
-                    factor = _block_factor(weights.scale, scale_rows, unit, start, s)
-                elif s.step_scaled:
-                    factor, offset = _group_factors(fetched, weights, weight_rows, s, DTYPE)
-                    fetched = _load_scales(weights, weight_rows, start + BK, s)
-                sums = _multiply_fields(sums, (units, above, factor, offset), x_tile, s)
+    if expert < s.E and block * s.tile.outputs < s.out:
+        first, end = _find_rows(tile, expert, groups, s)
+        tensors = (x, y, weights, third, pairs, gate)
+        if TAIL < BM:
+            if end - first <= TAIL:
+                _compute_tile(tensors, expert, first, end, block, TAIL, s)
             else:
-                sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
-        if s.row_scaled:
-            scale += expert.to(tl.int64) * OUT
-        _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+                _compute_tile(tensors, expert, first, end, block, BM, s)
+        else:
+            _compute_tile(tensors, expert, first, end, block, BM, s)
 
 
 # Launching ----------------------------------------------------------------------------------------
-
-
-def grouped_run(width: int, bits: int) -> int:
-    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
-
-    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
-    field 1. At most 32, which are 64 bytes of x.
-    """
-    units = width * (2 if bits == 3 else bits) // 16
-    return min(32, units & -units)
 
 
 def choose_prompt_tile(N: int, E: int, bits: int) -> PromptTile:
@@ -421,6 +255,12 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
                 yield replace(tile, rows=rows, stages=stages)
 
 
+def grid_of(tiles: int, blocks: int, near: int) -> tuple[int, int, int]:
+    """Return the grid of `_grouped`, in which at most `near` blocks of outputs are neighbors."""
+    times = triton.cdiv(blocks, near)
+    return triton.cdiv(blocks, times), tiles, times
+
+
 def grouped_gemm(
     x: Tensor,
     group_ends: Tensor,
@@ -429,25 +269,27 @@ def grouped_gemm(
     bits: int,
     group: int,
     *,
+    pairs: Tensor | None = None,
+    active: int = 1,
+    activation: Activation | None = None,
+    gate: GateTensors = NO_GATE,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
     Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
     this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
-    For kind "plain", codes are weights of x's dtype and bits is 16 or 32. tile: replaces
-    `choose_prompt_tile`.
+    For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
+
+    pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
+    for each expert. activation: the result is that of gate and up, the halves of the outputs:
+    [N, out / 2], in the order of gate.columns. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
-    y = x.new_empty(N, out)
-    tensors, third = kernel_tensors(parts, kind), parts.get("third")
-    if kind in GGUF:
-        bits, group = BITS[kind], 32
-    if bits < 16:
-        high = None if tensors.high is None else tensors.high.view(torch.int16)
-        tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
-        third = third if third is None else third.view(torch.int16)
-    given = x.contiguous(), y, group_ends, tensors, third
+    N = N if pairs is None else len(pairs)
+    y = x.new_empty(N, out if activation is None else out // 2)
+    tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
+    given = x.contiguous(), y, group_ends, tensors, third, pairs, gate
     tiles = [tile]
     if tile is None:
         most = (
@@ -455,12 +297,16 @@ def grouped_gemm(
         )  # fp32 has no tensor cores: larger tiles spill
         tiles = smaller_tiles(choose_prompt_tile(min(N, most), E, bits))
     candidates = (
-        (PromptSettings(out, width, E, kind, bits, group, t), dict(warps=t.warps, stages=t.stages))
+        (
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
+            dict(warps=t.warps, stages=t.stages),
+        )
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
     assert isinstance(s, PromptSettings)
-    grid = min(N, triton.cdiv(N, s.tile.rows) + E), triton.cdiv(out, s.tile.outputs)
+    tiles = min(N, triton.cdiv(N, s.tile.rows) + E)
+    grid = grid_of(tiles, triton.cdiv(out, s.tile.outputs), s.tile.near)
     launch(_grouped, grid, *given, settings=s, **options)
     return y
 

@@ -65,13 +65,18 @@ def _activate_rows(both, bias, experts, columns, y, s: tl.constexpr):
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)
-    row = both + n.to(tl.int64) * (2 * WIDTH)
+    GATED: tl.constexpr = s.activation.gated
+    ROW: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    row = both + n.to(tl.int64) * ROW
     gate = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        own = bias + tl.load(experts + n) * (2 * WIDTH)
+        own = bias + tl.load(experts + n) * ROW
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     kind: tl.constexpr = s.activation.kind
     h = activate(gate, up, kind, s.activation.limit, s.activation.alpha)
     tl.store(y + n.to(tl.int64) * WIDTH + column, h.to(y.dtype.element_ty), mask=inside)
@@ -122,11 +127,13 @@ def activate_rows(
 ) -> Tensor:
     """both [N, 2 I], gate, then up -> the activation of both [N, I].
 
-    bias [E, 2 I] is that of each row's expert, int64 [N].
+    An activation without a gate takes up alone, [N, I]. bias, as wide as `both`, is that of each
+    row's expert, int64 [N].
     """
-    N, width = len(both), both.shape[1] // 2
+    (N, total), gated = both.shape, activation.gated
+    width = total // 2 if gated else total
     if bias is not None:
-        check_shapes(bias=(bias, (len(bias), 2 * width)), experts=(experts, (N,)))
+        check_shapes(bias=(bias, (len(bias), total)), experts=(experts, (N,)))
     y = both.new_empty(N, width)
     s = RowSettings(width, activation=activation)
     grid = N, triton.cdiv(width, s.block)

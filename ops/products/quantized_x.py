@@ -4,7 +4,6 @@ int8 and 4-bit codes are multiplied as integers (ops/products/codes.py). A progr
 by itself takes as many instructions for it as for five rows of 4-bit codes.
 """
 
-# ruff: noqa: RUF005  (Triton adds tuples, but does not unpack them)
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_plain, quantize
-from ops.products.weights import BITS, INTEGERS, Weight
+from ops.products.weights import BITS, Codes, Weight
 
 LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel of its own
 
@@ -37,36 +36,25 @@ class QuantizedX:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Codes):
     """In which order a `QuantizedX` has numbers, and how many quads a program quantizes."""
 
-    order: str  # the `Weight`'s
+    kind: str
+    group: int
     quads: int  # quads of the whole token
-    run: int  # words of a group
-    fields: int  # codes in a word
-    units: int  # as of `Weight`
     lanes: int  # quads of a program
-
-
-@dataclass(frozen=True)
-class QuantizeSettings:
-    """Settings of `_quantize_token`."""
-
-    order: str  # `Weight.order`
-    quads: int
-    run: int  # words of a group
-    fields: int  # codes in a word
-    units: int  # as of `Weight`
-    tokens: int
-    lanes: int = 8  # quads of a program, which is one warp
+    tokens: int = 1
 
 
 @jit
-def store_quads(values, x, units, QUADS: tl.constexpr, ORDER: tl.constexpr, LANES: tl.constexpr):
+def store_quads(values, x, units, s: tl.constexpr):
     """Quantize this program's LANES quads, and store them as a `QuantizedX`.
 
     values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
     """
+    ORDER: tl.constexpr = s.order
+    QUADS: tl.constexpr = s.quads
+    LANES: tl.constexpr = s.lanes
     OPERANDS: tl.constexpr = 1 if ORDER == "int8" else 2
     first, second, unit, sums = quantize(values, ORDER, 14)
     quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
@@ -89,19 +77,16 @@ def store_quads(values, x, units, QUADS: tl.constexpr, ORDER: tl.constexpr, LANE
 @jit
 def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     FIELDS: tl.constexpr = s.fields
-    LANES: tl.constexpr = s.lanes
-    QUADS: tl.constexpr = s.quads
-    ORDER: tl.constexpr = s.order
     await_previous(PDL)
     if s.tokens > 1:
         token = tl.program_id(1)
-        x += token * (QUADS * 4 * FIELDS)
-        operands += token * (QUADS * FIELDS)
-        units += token * (s.units * QUADS)
+        x += token * (s.quads * 4 * FIELDS)
+        operands += token * (s.quads * FIELDS)
+        units += token * (s.units * s.quads)
     raw, values = load_plain(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
-    store_quads(values, operands, units, QUADS, ORDER, LANES)
+    store_quads(values, operands, units, s)
 
 
 def empty_quantized(
@@ -121,12 +106,11 @@ def empty_norm(
 
     It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
     """
-    if weight is None or weight.kind not in INTEGERS:
+    if weight is None or not weight.integers:
         return torch.empty_like(x), None
-    quads, run = weight.quads, weight.group // weight.fields
-    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(quads, programs)))
-    layout = Layout(weight.order, quads, run, weight.fields, weight.units, lanes)
-    return empty_quantized(len(x), quads, weight, x.dtype, x.device), layout
+    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(weight.quads, programs)))
+    layout = Layout(weight.kind, weight.group, weight.quads, lanes)
+    return empty_quantized(len(x), weight.quads, weight, x.dtype, x.device), layout
 
 
 def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
@@ -139,20 +123,11 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
     return BITS[weight.kind] == 4 and (tokens > 2 or quads > LONG_X)
 
 
-def quantize_tokens(x: Tensor, weight: Weight, pdl: bool | None = None) -> QuantizedX:
+def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:
     """Quantize tokens x [T, in], or their experts' [T, A in], for a kind in INTEGERS."""
     T, quads = len(x), x.shape[1] // weight.width * weight.quads
     quantized = empty_quantized(T, quads, weight, x.dtype, x.device)
-    run = weight.group // weight.fields
-    s = QuantizeSettings(weight.order, quads, run, weight.fields, weight.units, T)
-    launch(
-        _quantize_token,
-        (triton.cdiv(quads, s.lanes), T),
-        x,
-        quantized.operands,
-        quantized.units,
-        settings=s,
-        warps=1,
-        pdl=pdl,
-    )
+    s = Layout(weight.kind, weight.group, quads, 8, T)
+    tensors = x, quantized.operands, quantized.units
+    launch(_quantize_token, (triton.cdiv(quads, s.lanes), T), *tensors, settings=s, warps=1)
     return quantized

@@ -9,7 +9,7 @@ measures and writes them. A shape or a GPU that is not there gets the default of
 """
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -113,36 +113,6 @@ def gpu_class(gpu: Gpu) -> str:
 def measured() -> dict[str, dict[str, dict[str, list[int]]]]:
     """Return the table: GPU class -> "kind loads" -> "rows x quads" -> fields of `Tiles`."""
     return json.loads(TABLE.read_text())
-
-
-def write(gpu: Gpu, chosen: dict[tuple[str, int, int, int], Tiles]) -> None:
-    """Write tiles by kind, loads, rows and quads into the table, where the default differs."""
-    table = measured().setdefault(gpu_class(gpu), {})
-    for (kind, loads, out, quads), tiles in chosen.items():
-        group, shape = table.setdefault(f"{kind} {loads}", {}), f"{out}x{quads}"
-        group.pop(shape, None)
-        if tiles != DEFAULTS[kind, loads].tiles(quads):
-            fields = list(map(int, astuple(tiles)))
-            while not fields[-1]:
-                fields.pop()
-            group[shape] = fields
-    TABLE.write_text(formatted(measured()) + "\n")
-
-
-def formatted(table: object, indent: str = "") -> str:
-    """Return JSON with shapes in order, several a line."""
-    if not isinstance(table, dict):
-        return json.dumps(table)
-    if indent == "  ":
-        items = [f'"{shape}": {json.dumps(table[shape])}' for shape in sorted(table, key=numbers)]
-        lines = (", ".join(items[n : n + 4]) for n in range(0, len(items), 4))
-    else:
-        lines = (f'"{name}": {formatted(table[name], indent + " ")}' for name in sorted(table))
-    return "{\n" + ",\n".join(f"{indent} {line}" for line in lines) + f"\n{indent}" + "}"
-
-
-def numbers(shape: str) -> list[int]:
-    return list(map(int, shape.split("x")))
 
 
 def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:

@@ -2,7 +2,8 @@
 
 A unit is 16 bits: one bf16 number, or the codes of 16 / bits numbers, its fields. Field K is in the
 bits from K * bits on. Inline assembly decodes two units, a 32-bit word, at once. Tensor cores take
-16 bits, which hold every code exactly; formats/ defines the codes.
+16 bits, which hold every code exactly; formats/ defines the codes. Fields that become bf16 have
+assembly of NVIDIA's GPUs; `decode` has the forms of other numbers and of other GPUs.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -79,54 +80,44 @@ def signed_bytes(units):
 def e4m3(units):
     """Convert the lower bytes of int16 units, e4m3 numbers, to bf16 / 256, two at a time."""
     # Shifted into the fields of a bf16 number, they are 2 ** -120 as large: multiply by 2 ** 112.
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 sign, bits, factor, none;
-            mov.b32 factor, {0x77807780};
-            mov.b32 none, 0x80008000;
-            shl.b32 sign, $1, 8;
-            shl.b32 bits, $1, 4;
-            and.b32 bits, bits, {0x07F007F0};
-            lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
-            fma.rn.bf16x2 $0, bits, factor, none;
-            }}""",
-            "=r,r",
-            (units,),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        bits = (units & 0x80) << 8 | (units & 0x7F) << 7  # an fp16 number's, 2 ** -8 as large
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 sign, bits, factor, none;
+        mov.b32 factor, {0x77807780};
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $1, 8;
+        shl.b32 bits, $1, 4;
+        and.b32 bits, bits, {0x07F007F0};
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
 def e2m1(units, factor, K: tl.constexpr):
     """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 bits, sign, none;
-            mov.b32 none, 0x80008000;
-            {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
-            and.b32 bits, bits, 0x01C001C0;
-            shl.b32 sign, $1, {12 - 4 * K};
-            lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
-            fma.rn.bf16x2 $0, bits, $2, none;
-            }}""",
-            "=r,r,r",
-            (units, factor),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        code = units >> 4 * K
-        bits = (code & 8) << 12 | (code & 7) << 9  # an fp16 number's, 2 ** -14 as large
-        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return (number * factor.to(tl.float32) * 2.0**-112).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, sign, none;
+        mov.b32 none, 0x80008000;
+        {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, $1, {12 - 4 * K};
+        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, $2, none;
+        }}""",
+        "=r,r,r",
+        (units, factor),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
@@ -137,7 +128,7 @@ def e2m1_factor(scale, DTYPE: tl.constexpr):
     bits would not hold for scales above 2, and 2 ** -32, which the result makes up for (`finish`).
     Scales of 2 ** -92 to 2 ** 33 are exact.
     """
-    if tl.bfloat16 == DTYPE:
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         return (scale + 94 << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return (scale << 23).to(tl.float32, bitcast=True)
@@ -148,7 +139,7 @@ def e4m3_factor(scale, DTYPE: tl.constexpr):
     """Convert e4m3 scales, int32 of 7 bits, to factors of `decode`, as `e2m1_factor` does."""
     value = (scale << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     # 2 ** 8 of the fp16 number. A code times a scale has 6 digits, so that bf16 is exact.
-    if tl.bfloat16 == DTYPE:
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         return (value * 5.070602400912918e30).to(tl.bfloat16)  # 2 ** 102
     else:
         return value * 256.0
@@ -164,24 +155,21 @@ def pair_factors(pairs, DTYPE: tl.constexpr):
 @jit
 def int4(units, K: tl.constexpr):
     """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 bits, one, minus;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 minus, 0xC308C308;
-            shr.u32 bits, $1, {4 * K};
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, bits, one, minus;
-            }}""",
-            "=r,r",
-            (units,),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return ((units >> 4 * K & 15) - 8).to(tl.float32).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, one, minus;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, 0xC308C308;
+        shr.u32 bits, $1, {4 * K};
+        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, bits, one, minus;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
@@ -190,28 +178,23 @@ def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
 
     Two at a time. high (`high_bits`): those of field K are from bit 8 (K / 2) + BITS (K % 2) on.
     """
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 bits, up, one, minus;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
-            shr.u32 bits, $1, {4 * K};
-            {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
-            lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 bits, up, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
-            fma.rn.bf16x2 $0, bits, one, minus;
-            }}""",
-            "=r,r,r",
-            (units, high),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        above = high >> K // 2 * 8 + K % 2 * BITS & 2**BITS - 1
-        code = units >> 4 * K & 15 | above << 4
-        return (code - (8 << BITS)).to(tl.float32).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 bits, up, one, minus;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
+        shr.u32 bits, $1, {4 * K};
+        {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
+        lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 bits, up, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, one, minus;
+        }}""",
+        "=r,r,r",
+        (units, high),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
@@ -221,45 +204,34 @@ def iq4(units, K: tl.constexpr):
     Look-ups give 128 more than a negative number, or a positive one: below 128. Then 256 or 128 is
     subtracted from 128 more.
     """
-    if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 codes, other, below, above, number, minus, one, table<4>;
-            mov.b32 one, 0xBF80BF80;
-            mov.b32 table0, 0x3F2D1801;
-            mov.b32 table1, 0x766A5D4F;
-            mov.b32 table2, 0x26190D01;
-            mov.b32 table3, 0x71594535;
-            shr.u32 codes, $1, {4 * K};
-            and.b32 codes, codes, 0x000F000F;
-            shr.u32 other, codes, 8;
-            or.b32 codes, codes, other;
-            xor.b32 other, codes, 0x88888888;
-            prmt.b32 below, table0, table1, codes;
-            prmt.b32 above, table2, table3, other;
-            or.b32 number, below, above;
-            shl.b32 minus, other, 4;
-            prmt.b32 minus, minus, minus, 0x4140;
-            lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, minus, one, number;
-            }}""",
-            "=r,r",
-            (units,),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return iq4_number(units >> 4 * K & 15, tl.float32).to(tl.bfloat16)
-
-
-@jit
-def iq4_number(code, DTYPE: tl.constexpr):
-    """Convert an iq4 code, 0 to 15, to DTYPE by a table of 16 bytes in two integers."""
-    low, high = -0x091522304052677F, 0x7159453526190D01
-    table = tl.where(code & 8 != 0, high, low)
-    return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(DTYPE)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 codes, other, below, above, number, minus, one, table<4>;
+        mov.b32 one, 0xBF80BF80;
+        mov.b32 table0, 0x3F2D1801;
+        mov.b32 table1, 0x766A5D4F;
+        mov.b32 table2, 0x26190D01;
+        mov.b32 table3, 0x71594535;
+        shr.u32 codes, $1, {4 * K};
+        and.b32 codes, codes, 0x000F000F;
+        shr.u32 other, codes, 8;
+        or.b32 codes, codes, other;
+        xor.b32 other, codes, 0x88888888;
+        prmt.b32 below, table0, table1, codes;
+        prmt.b32 above, table2, table3, other;
+        or.b32 number, below, above;
+        shl.b32 minus, other, 4;
+        prmt.b32 minus, minus, minus, 0x4140;
+        lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, minus, one, number;
+        }}""",
+        "=r,r",
+        (units,),
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
@@ -274,7 +246,7 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
     """
     if KIND == "bf16":
         return units
-    elif tl.bfloat16 == DTYPE:
+    elif tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         if KIND == "mxfp4" or KIND == "nvfp4":
             return e2m1(units, factor, K)
         elif KIND == "int4" or KIND == "hqq" or KIND == "q4_k":
@@ -286,27 +258,36 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
         else:
             byte = shift_right(units, 8) if K else units
             return signed_bytes(byte) if KIND == "int8" or KIND == "q8_0" else e4m3(byte)
-    elif KIND == "int8" or KIND == "q8_0":
+    else:
+        number = _decode_plainly(units, factor, K, KIND)
+        # By fp32 to bf16: Triton's interpreter knows no other way.
+        return number.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else number.to(DTYPE)
+
+
+@jit
+def _decode_plainly(units, factor, K: tl.constexpr, KIND: tl.constexpr):
+    """`decode` to a number of any type that has its digits."""
+    if KIND == "int8" or KIND == "q8_0":
         bits = (units >> 8 * K & 0xFF) ^ 0x6480  # fp16 bits of 1024 + 128 + the number
-        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+        return bits.to(tl.float16, bitcast=True) - 1152.0
     elif KIND == "fp8" or KIND == "fp8b":  # bits of an fp16 number, 2 ** -8 as large
         byte = units >> 8 * K
-        bits = (byte & 0x80) << 8 | (byte & 0x7F) << 7
-        return bits.to(tl.float16, bitcast=True).to(DTYPE)
+        return ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
     elif KIND == "mxfp4" or KIND == "nvfp4":  # bits of an fp16 number, 2 ** -14 as large
         code = units >> 4 * K
         number = ((code & 8) << 12 | (code & 7) << 9).to(tl.float16, bitcast=True)
-        return (number.to(tl.float32) * 16384.0 * factor).to(DTYPE)
-    elif KIND == "q5_k":
-        above = factor >> K // 2 * 8 + K % 2 & 1
-        return ((units >> 4 * K & 15 | above << 4) - 16).to(DTYPE)
-    elif KIND == "q6_k":
-        above = factor >> K // 2 * 8 + K % 2 * 2 & 3
-        return ((units >> 4 * K & 15 | above << 4) - 32).to(DTYPE)
+        return number.to(tl.float32) * 16384.0 * factor
+    elif KIND == "q5_k" or KIND == "q6_k":
+        BITS: tl.constexpr = 1 if KIND == "q5_k" else 2
+        above = factor >> K // 2 * 8 + K % 2 * BITS & 2**BITS - 1
+        return (units >> 4 * K & 15 | above << 4) - (8 << BITS)
     elif KIND == "iq4":
-        return iq4_number(units >> 4 * K & 15, DTYPE)
+        # A table of 16 bytes in two integers.
+        code = units >> 4 * K & 15
+        table = tl.where(code & 8 != 0, 0x7159453526190D01, -0x091522304052677F)
+        return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8)
     else:
-        return ((units >> 4 * K & 15) - 8).to(DTYPE)
+        return (units >> 4 * K & 15) - 8
 
 
 @jit
@@ -319,7 +300,7 @@ def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
         total *= scales
     if KIND == "fp8" or KIND == "fp8b":
         total *= 256.0
-    if (KIND == "mxfp4" or KIND == "nvfp4") and tl.bfloat16 == DTYPE:
+    if (KIND == "mxfp4" or KIND == "nvfp4") and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         total *= 4294967296.0  # `e2m1_factor`
     return total
 

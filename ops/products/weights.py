@@ -50,8 +50,60 @@ class WeightTensors(NamedTuple):
     step: Tensor | None = None  # of 256 numbers: their scales are multiplied by it
 
 
+class Codes:
+    """What follows from a weight's kind and group, for the weight and for settings of kernels."""
+
+    kind: str
+    group: int  # numbers that share a scale
+
+    @property
+    def fields(self) -> int:
+        """Codes in a word."""
+        return 32 // BITS[self.kind]
+
+    @property
+    def run(self) -> int:
+        """Words of a group."""
+        return self.group // self.fields
+
+    @property
+    def order(self) -> str:
+        """The kind whose integers of x are in the same order."""
+        return ORDERS.get(self.kind, self.kind)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether a `QuantizedX` has both operands of a word next to each other."""
+        return self.order == "int4"
+
+    @property
+    def units(self) -> int:
+        """Numbers of a quad of `QuantizedX.units`."""
+        return UNITS.get(self.kind, 2)
+
+    @property
+    def integers(self) -> bool:
+        """Whether codes are multiplied as integers."""
+        return self.kind in INTEGERS
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are e2m1 numbers, which scales multiply."""
+        return self.kind in ("mxfp4", "nvfp4")
+
+    @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
+    def has_row_scale(self) -> bool:
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+
 @dataclass(frozen=True)
-class Weight:
+class Weight(Codes):
     """A weight as the kernels read it: its tensors in the layout's order, kind, and group."""
 
     parts: tuple[Tensor, ...]  # bf16: the weight as int32 [..., out, in / 2]
@@ -67,16 +119,6 @@ class Weight:
     def out(self) -> int:
         """Rows of one expert's weight."""
         return self.parts[0].shape[-2]
-
-    @property
-    def fields(self) -> int:
-        """Codes in a word."""
-        return 32 // BITS[self.kind]
-
-    @property
-    def units(self) -> int:
-        """Numbers of a quad of `QuantizedX.units`."""
-        return UNITS.get(self.kind, 2)
 
     @property
     def gpu(self) -> Gpu:
@@ -98,11 +140,6 @@ class Weight:
         if self.kind == "hqq" and len(self.parts) == len(WITHOUT_STEPS):
             return WITHOUT_STEPS
         return LAYOUTS.get(self.kind, WeightTensors._fields)
-
-    @property
-    def order(self) -> str:
-        """The kind whose integers of x are in the same order."""
-        return ORDERS.get(self.kind, self.kind)
 
     @property
     def width(self) -> int:

@@ -233,7 +233,7 @@ def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
     count_call(calls, call, m)
 
 
-def receive_add(x: Tensor, inbox: TokenInbox, scale: float, pdl: bool | None = None) -> Tensor:
+def receive_add(x: Tensor, inbox: TokenInbox, scale: float) -> Tensor:
     """Receive a message [1, D] of all ranks -> x + scale * sum, bitwise identical on all ranks.
 
     x: contiguous, of the messages' dtype; `can_receive` must be true. With PDL it is loaded while
@@ -241,5 +241,5 @@ def receive_add(x: Tensor, inbox: TokenInbox, scale: float, pdl: bool | None = N
     """
     total, settings = torch.empty_like(x), Receive(x.numel(), scale, messages_of(inbox))
     grid, tensors = (triton.cdiv(x.numel(), BLOCK),), (x, total, inbox.memory, inbox.calls)
-    launch(_receive_add, grid, *tensors, settings=settings, warps=1, pdl=pdl)
+    launch(_receive_add, grid, *tensors, settings=settings, warps=1)
     return total

@@ -150,10 +150,8 @@ def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.
 # Launching ----------------------------------------------------------------------------------------
 
 
-def begin_pass(
-    state: tuple, drafts: Tensor, pdl: bool | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`runtime.verification.begin_pass`. pdl: None launches with PDL where the GPU has it."""
+def begin_pass(state: tuple, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`runtime.verification.begin_pass`."""
     (B, N), device = drafts.shape, drafts.device
     if N >= MOST:
         raise ValueError(f"{N} drafts: a pass has {MOST - 1} at most")
@@ -161,7 +159,7 @@ def begin_pass(
     last = torch.empty(B, dtype=torch.int64, device=device)
     given = state.token, drafts, state.position, state.last
     s = Pass(stride=drafts.stride(0))
-    launch(_begin_pass, (B,), *given, tokens, positions, last, N, settings=s, warps=1, pdl=pdl)
+    launch(_begin_pass, (B,), *given, tokens, positions, last, N, settings=s, warps=1)
     return tokens, positions, last
 
 
@@ -173,7 +171,6 @@ def verify_pass(
     q: Tensor | None,
     result: Tensor,
     stream: int,
-    pdl: bool | None = None,
 ) -> None:
     """`runtime.verification.verify_pass` among the TOP likeliest tokens, or greedy with top_k 1.
 
@@ -185,10 +182,10 @@ def verify_pass(
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
     s = Check(V, token_draw.GROUPS, stream=stream)
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
-    ordered, crowded = order_largest(logits, state.seen, passed, state.controls, s, pdl)
+    ordered, crowded = order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)
     own = torch.empty(B * T, dtype=torch.int64, device=device)
     given = logits, state, passed, last, q, ordered, crowded
-    launch(_check_drafts, (B * T,), *given, good, own, n, settings=s, pdl=pdl)
+    launch(_check_drafts, (B * T,), *given, good, own, n, settings=s)
     tensors = passed, last, good, own, state, result
-    launch(_accept, (B,), *tensors, n, settings=Pass(V), warps=1, pdl=pdl)
+    launch(_accept, (B,), *tensors, n, settings=Pass(V), warps=1)

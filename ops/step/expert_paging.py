@@ -9,9 +9,15 @@ The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
 
     slot      [E]  an expert's slot; R if it is not cached
     last_use  [E]  clock value of its last use
-    counters  [4]  clock, hits, misses, and misses that are not copied; a call with P chosen
+    counters  [6]  clock, hits, misses, and misses that are not copied; experts that were
+                   prefetched, and how many of these the next call chose. A call with P chosen
                    experts adds P to the clock
     copies    [N]  how many of n misses are copied; more misses than N - 1 are all copied
+    guess     [1]  the expert that was prefetched for the next call; -1: none
+
+Before a call, `place` may be given a prediction of it. Then the likeliest expert that is not cached
+is prefetched, unless fewer than a half of those before were chosen: the link is idle while the
+layer before computes, but a useless expert takes the place of another one.
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
@@ -29,6 +35,7 @@ from ops.step.cpu_share import Mailbox, ask
 # Slots and eviction -------------------------------------------------------------------
 
 MAX_PAIRS = 128  # chosen experts of a call, P
+TRIED = 64  # experts that a layer prefetches whatever they gain
 
 
 class Table(NamedTuple):
@@ -38,6 +45,7 @@ class Table(NamedTuple):
     last_use: Tensor
     counters: Tensor
     copies: Tensor
+    guess: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Place:
     E: int
     pairs: int  # P
     copies: int  # N
+    guesses: bool = False  # the chosen experts are a prediction
 
     @property
     def experts_tile(self) -> int:
@@ -58,14 +67,19 @@ class Place:
         return triton.next_power_of_2(self.pairs)
 
 
-def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
+def place_plainly(
+    chosen: Tensor, table: Table, slots: int, guesses: bool = False
+) -> tuple[Tensor, Tensor]:
     """`place`, on the host."""
     slot, last_use, ids = table.slot.tolist(), table.last_use.tolist(), chosen.tolist()
     needed = [expert for expert in dict.fromkeys(ids) if 0 <= expert < len(slot)]
     hits = [expert for expert in needed if slot[expert] < slots]
     misses = [expert for expert in needed if slot[expert] == slots]
     count = len(misses)
-    if count < len(table.copies):
+    made, right = table.counters[4:].tolist()
+    if guesses:
+        count = min(count, 1) if made < TRIED or 2 * right >= made else 0
+    elif count < len(table.copies):
         count = int(table.copies[count])
     cached = [expert for expert in range(len(slot)) if slot[expert] < slots]
     victims = sorted(set(cached) - set(needed), key=last_use.__getitem__)
@@ -76,7 +90,12 @@ def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Ten
     for use, expert in enumerate(hits + misses):
         last_use[expert] = clock + use
     found = [slot[expert] if 0 <= expert < len(slot) else slots for expert in ids]
-    counts = len(ids), len(hits), len(misses), len(misses) - count
+    if guesses:
+        counts = len(ids), 0, 0, 0, count, 0
+    else:
+        right = int(table.guess) in needed
+        counts = len(ids), len(hits), len(misses), len(misses) - count, 0, right
+    table.guess.fill_(misses[0] if guesses and count else -1)
     table.slot.copy_(torch.tensor(slot))
     table.last_use.copy_(torch.tensor(last_use))
     table.counters.add_(torch.tensor(counts).to(table.counters.device))
@@ -110,8 +129,10 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     use_rank = tl.sum((is_first[None, :] & precedes).to(tl.int64), 1)
     miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
     misses = tl.sum(miss.to(tl.int32), 0)
-    count = misses.to(tl.int64)
-    if misses < s.copies:
+    count, made, right = misses.to(tl.int64), tl.load(counters + 4), tl.load(counters + 5)
+    if s.guesses:
+        count = tl.where((made < 64) | (2 * right >= made), tl.minimum(count, 1), 0)
+    elif misses < s.copies:
         count = tl.load(table.copies + misses)
     copied = miss & (miss_rank < count)
     old_slot = tl.load(slot + e, mask=e < E, other=SLOTS)
@@ -131,35 +152,45 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     tl.store(slot + e, tl.where(needed, new_slot, kept), mask=e < E)
     new_use = clock + tl.sum(tl.where(one_hot, use_rank[:, None], 0), 0)
     tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
-    hits = tl.sum((is_first & cached).to(tl.int64), 0)
     tl.store(counters, clock + P)
-    tl.store(counters + 1, tl.load(counters + 1) + hits)
-    tl.store(counters + 2, tl.load(counters + 2) + misses)
-    tl.store(counters + 3, tl.load(counters + 3) + misses - count)
+    if s.guesses:
+        tl.store(counters + 4, made + count)
+        tl.store(table.guess, tl.max(tl.where(copied, ids, -1), 0))
+    else:
+        hits = tl.sum((is_first & cached).to(tl.int64), 0)
+        tl.store(counters + 1, tl.load(counters + 1) + hits)
+        tl.store(counters + 2, tl.load(counters + 2) + misses)
+        tl.store(counters + 3, tl.load(counters + 3) + misses - count)
+        was_right = tl.max((valid & (ids == tl.load(table.guess))).to(tl.int64), 0)
+        tl.store(counters + 5, right + was_right)
+        tl.store(table.guess, -1)
     # An expert that is chosen again has the slot of the first time.
     first = tl.sum(tl.where(same & is_first[None, :], target[None, :], 0), 1)
     tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < P)
     tl.store(targets + p, tl.where(valid, first, SLOTS), mask=p < P)
 
 
-def place_by_kernel(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
+def place_by_kernel(
+    chosen: Tensor, table: Table, slots: int, guesses: bool = False
+) -> tuple[Tensor, Tensor]:
     """`place` on a GPU, in one kernel."""
     to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies), guesses)
     launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
     return to_copy, targets
 
 
-def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
+def place(chosen: Tensor, table: Table, slots: int, guesses: bool = False) -> tuple[Tensor, Tensor]:
     """Give chosen experts slots and update the table -> experts to copy, and each one's slot.
 
     chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough. Values outside
     0 .. E - 1 (other ranks' experts) are ignored. Return int64 [P], [P]: the expert to copy or -1,
     and the slot of the chosen one, R if it is in none. Hits count as used before misses, each in
     the order of `chosen`. The n-th miss takes the slot of the n-th victim, the least recently used.
+    guesses: `chosen` predicts the next call, the likeliest expert first.
     """
     by_kernel = can_launch(chosen)
-    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots)
+    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots, guesses)
 
 
 # Copies -------------------------------------------------------------------------------
@@ -275,30 +306,28 @@ def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: li
     (fetch_by_kernel if by_kernel else fetch_plainly)(experts, slots, host, pool, layout)
 
 
-def page_experts(
-    chosen: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    table: Table,
-    host: Tensor,
-    pool: Tensor,
-    layout: list[int],
-    box: Mailbox | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`place`, then `ask` the CPU for its share, then `fetch` the rest.
+class Found(NamedTuple):
+    """What `find_experts` returns."""
 
-    chosen int64, weights fp32 [T, A]: the experts of x [T, D]. Return slots int64 [T, A], R for
-    experts in none, and as `ask` slots to read and weights; these are the given ones if box is
-    None.
+    to_copy: Tensor  # int64 [P], the expert to fetch or -1
+    targets: Tensor  # int64 [T, A], slots; R for experts in none
+    slots: Tensor  # int64 [T, A], slots to read
+    weights: Tensor  # fp32 [T, A], of these
+
+
+def find_experts(
+    chosen: Tensor, x: Tensor, weights: Tensor, table: Table, R: int, box: Mailbox | None
+) -> Found:
+    """`place`, then `ask` the CPU for its share. The caller fetches the rest.
+
+    chosen int64, weights fp32 [T, A]: the experts of x [T, D]. Slots to read and weights are those
+    of `ask`; or if box is None, targets and the given ones.
     """
-    slots, ids = pool.numel() // host.shape[1], chosen.flatten()
-    experts, targets = place(ids, table, slots)
-    found = targets.view_as(chosen)
-    near, kept = found, weights
-    if box is not None:
-        near, kept = ask(x, chosen, found, weights, box, slots, len(table.slot))
-    fetch(experts, targets, host, pool, layout)
-    return found, near, kept
+    to_copy, targets = place(chosen.flatten(), table, R)
+    targets = targets.view_as(chosen)
+    if box is None:
+        return Found(to_copy, targets, targets, weights)
+    return Found(to_copy, targets, *ask(x, chosen, targets, weights, box, R, len(table.slot)))
 
 
 @torch.library.custom_op("moe_fast::page", mutates_args=())
@@ -312,7 +341,7 @@ def page(
     layout: list[int],
     box: list[Tensor],
 ) -> Tensor:
-    """`page_experts` as an operator for compiled blocks -> slots [T, A], once copies are done.
+    """`find_experts` and `fetch` for compiled blocks -> slots [T, A], once copies are done.
 
     table, box: the tensors of a `Table` and of a `Mailbox`; no box: the CPU has no share. The
     operator writes the table, the pool and the box in place but declares no mutation: weights are
@@ -320,9 +349,10 @@ def page(
     on the returned slots and therefore run after the copies, and no reader from before is still to
     run.
     """
-    mailbox = Mailbox(*box) if box else None
-    found = page_experts(chosen, x, weights, Table(*table), host, pool, layout, mailbox)
-    return found[0].clone()  # this kernel waits for the copies, so that later ones need not
+    mailbox, slots = Mailbox(*box) if box else None, pool.numel() // host.shape[1]
+    found = find_experts(chosen, x, weights, Table(*table), slots, mailbox)
+    fetch(found.to_copy, found.targets.flatten(), host, pool, layout)
+    return found.targets.clone()  # this kernel waits for the copies, so that later ones need not
 
 
 @page.register_fake

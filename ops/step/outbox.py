@@ -37,10 +37,10 @@ def _post(token, count, slots, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(count, n + 1)
 
 
-def post_tokens(token: Tensor, count: Tensor, slots: Tensor, pdl: bool | None = None) -> None:
+def post_tokens(token: Tensor, count: Tensor, slots: Tensor) -> None:
     """Copy token int64 [rows, 1] to slots [count % 2, : rows]; increment count int64 [1].
 
-    slots int64 [2, B]: in pinned host memory. pdl: None launches with PDL where the GPU has it.
+    slots int64 [2, B]: in pinned host memory.
     """
     settings = Post(len(token), slots.shape[1])
-    launch(_post, (1,), token, count, slots, settings=settings, warps=1, pdl=pdl)
+    launch(_post, (1,), token, count, slots, settings=settings, warps=1)

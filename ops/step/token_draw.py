@@ -285,63 +285,40 @@ def pick(score, candidates, finite, s: tl.constexpr):
 
 # Grid [B].
 @jit
-def _draw(
-    logits,
-    seen,
-    controls,
-    seeds,
-    position,
-    last,
-    ordered,
-    crowded,
-    token,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     V: tl.constexpr = s.V
     TOP: tl.constexpr = s.top
     row = tl.program_id(0)
-    seen += row * V
-    controls += row * s.controls
+    seen = state.seen + row * V
+    controls = state.controls + row * s.controls
     rules = load_controls(controls, s)
     source = logits + row * V, seen, tl.load(controls + 4), None, 0
-    place, tokens = tl.load(position + row), tl.load(last + row) + 1
-    key = noise_key(tl.load(seeds + row), place, 0)
+    place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
+    key = noise_key(tl.load(state.seeds + row), place, 0)
     await_previous(PDL)
     candidates, weight, finite = weigh(source, rules, ordered + row * 2 * TOP, crowded + row, s)
     score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
     number = pick(score, candidates, finite, s)
-    tl.store(token + row, number)
-    tl.store(position + row, place + tokens)
+    tl.store(state.token + row, number)
+    tl.store(state.position + row, place + tokens)
     tl.store(seen + tl.where(finite, number, V - 1), True)
 
 
 # Launching ----------------------------------------------------------------------------------------
 
 
-def draw_tokens(
-    logits: Tensor,
-    seen: Tensor,
-    controls: Tensor,
-    seeds: Tensor,
-    position: Tensor,
-    last: Tensor,
-    token: Tensor,
-    pdl: bool | None = None,
-) -> None:
+def draw_tokens(logits: Tensor, state: tuple) -> None:
     """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
 
-    The others are those of `sampling.StepState`. A top_k above TOP or V is taken as the smaller of
-    the two, as in `shortlist`: a row that is idle, or of another step, may have any. pdl: None
-    launches with PDL where the GPU has it.
+    state: a `sampling.StepState`. A top_k above TOP or V is taken as the smaller of the two, as in
+    `shortlist`: a row that is idle, or of another step, may have any.
     """
     B, V = logits.shape
-    if seen.shape != logits.shape or len(controls) != B:
-        raise ValueError(f"logits {list(logits.shape)} with seen {list(seen.shape)}")
+    if state.seen.shape != logits.shape or len(state.controls) != B:
+        raise ValueError(f"logits {list(logits.shape)} with seen {list(state.seen.shape)}")
     s, logits = Draw(V, GROUPS), logits.contiguous()
-    ordered, crowded = order_largest(logits, seen, None, controls, s, pdl)
-    state = controls, seeds, position, last, ordered, crowded, token
-    launch(_draw, (B,), logits, seen, *state, settings=s, pdl=pdl)
+    largest = order_largest(logits, state.seen, None, state.controls, s)
+    launch(_draw, (B,), logits, state, *largest, settings=s)
 
 
 def order_largest(
@@ -350,7 +327,6 @@ def order_largest(
     passed: Tensor | None,
     controls: Tensor,
     s: Draw,
-    pdl: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, 2, TOP], and `crowded` [R].
 
@@ -362,6 +338,6 @@ def order_largest(
     ordered = torch.empty(R, 2, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
     found = controls, best, ordered, crowded, each
-    launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1, pdl=pdl)
-    launch(_rank, (s.keys // RANKED, R), *found, settings=s, pdl=pdl)
+    launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1)
+    launch(_rank, (s.keys // RANKED, R), *found, settings=s)
     return ordered, crowded

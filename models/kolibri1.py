@@ -1,0 +1,104 @@
+"""Kolibri 1: windows, full layers without RoPE, sigmoid routing, norms around sublayers."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from model import Block
+from models.config import HFConfig
+from models.family import PublishedLayout
+from models.layers.group_routing import SigmoidRoutedMoE
+from models.layers.sandwich import SandwichAddNorm
+from models.layers.scaled_rope import ScaledRopeTransformer
+from models.layers.windows import WindowedArgs, WindowedFamily, leave_full_unrotated
+from models.tensors import Recipes, copy_of, score_bias_recipe
+
+
+@dataclass(frozen=True)
+class Kolibri1Args(WindowedArgs):
+    shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
+
+    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
+    routed_scale = 1.0  # and no scale of routing weights
+
+
+class Kolibri1MoE(SigmoidRoutedMoE):
+    """The bias is added to scores before the sigmoid, where others add it after."""
+
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        return scores + self.score_bias
+
+    def fused_decode_settings(self) -> None:
+        return None
+
+
+class Kolibri1Transformer(ScaledRopeTransformer):
+    args: Kolibri1Args
+
+    def make_block(self, args: Kolibri1Args, layer: int) -> Block:
+        block = Block(args, layer)
+        leave_full_unrotated(block, args, layer)
+        block.ffn = Kolibri1MoE(args)
+        block.add_attention = SandwichAddNorm(args.dim, args.norm_eps)
+        block.add_ffn = SandwichAddNorm(args.dim, args.norm_eps)
+        return block
+
+
+class Kolibri1(WindowedFamily):
+    name = "kolibri1"
+    args_class = Kolibri1Args
+    model_class = Kolibri1Transformer
+    defaults = dict(
+        vocab_size=128000,
+        hidden_size=2560,
+        num_hidden_layers=50,
+        max_position_embeddings=262144,
+        num_attention_heads=48,
+        num_key_value_heads=4,
+        head_dim=128,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        sliding_window=513,
+        num_experts=384,
+        num_experts_per_tok=6,
+        norm_topk_prob=False,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+    field_of_key = {
+        "norm_topk_prob": "norm_topk",
+        "shared_expert_intermediate_size": "shared_intermediate",
+    }
+    fixed = {"qk_norm": "head"}
+    only = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    renamed_tensors = (
+        (".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (".post_attn_norm.", ".post_self_attn_layernorm."),
+        (".post_ffn_norm.", ".post_mlp_layernorm."),
+        (".mlp.shared_experts.", ".mlp.shared_expert."),
+    )
+
+    def usual_full(self, layer: int, n_layer: int) -> bool:
+        return (layer + 1) % 5 == 0
+
+    def window_fields(self, c: HFConfig) -> dict:
+        """Full layers are rotated if the file has no window at all."""
+        fields = super().window_fields(c)
+        return fields if c["sliding_window"] is not None else fields | {"full_layers": ()}
+
+    def to_hf(self, args: Kolibri1Args) -> dict:
+        rotated = args.sliding_window is None and not args.full_layers
+        return super().to_hf(args) | ({"sliding_window": None} if rotated else {})
+
+    def norm_recipes(self, args: Kolibri1Args) -> Recipes:
+        names = {
+            "add_attention.norm.weight": "post_self_attn_layernorm.weight",
+            "add_ffn.norm.weight": "post_mlp_layernorm.weight",
+        }
+        after = {ours: copy_of(theirs, args.dim) for ours, theirs in names.items()}
+        return super().norm_recipes(args) | after
+
+    def expert_recipes(self, args: Kolibri1Args, layout: PublishedLayout) -> Recipes:
+        return super().expert_recipes(args, layout) | score_bias_recipe(args)
+
+    shapes = {"Kolibri-1-78B-A3.5B": {}}

@@ -1,0 +1,127 @@
+"""Gated short convolution: a causal convolution over few positions in place of attention (LFM2).
+
+The projection makes b, c and x of each token, N numbers each. The layer returns c * conv(b * x),
+each channel by itself. The convolution sees the inputs b * x of the last W positions. The formula
+is that of transformers' Lfm2ShortConv.
+
+Letters: N channels, W the convolution's width, R slots of the ring.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model import Context, KVCache, Linear, new_parameter
+from models.tensors import Recipes, copy_of
+from ops.attention.short_conv import NAME, short_conv
+from ops.inductor import materialize
+from ops.launch import can_launch
+from ops.plain.ring import RING_SPARE, cache_slots, ring_of
+from ops.plain.short_conv import causal_conv
+
+
+class ConvCache(KVCache):
+    """The convolution's inputs by position, [1, batch, 1, R, N], mostly a ring.
+
+    A call's inputs before it are at the positions before its own. So refused drafts need no
+    undoing: the next call overwrites them.
+    """
+
+    def append(self, x: Tensor, context: Context, width: int) -> Tensor:
+        """Store the real tokens of x [B, Q, N]; return W - 1 inputs before them, then x."""
+        (B, Q, _), ring = x.shape, self.kv[0, :, 0]
+        R, device = ring.shape[1], x.device
+        if context.chunk is None:
+            rows, first = torch.arange(B, device=device).unsqueeze(1), context.positions[:, :1]
+        else:
+            rows = context.chunk.row.unsqueeze(1)
+            first = torch.full_like(rows, context.chunk.end - Q)
+        places = first + torch.arange(1 - width, 0, device=device)
+        past = torch.where((places >= 0).unsqueeze(-1), ring[rows, places % R], 0.0)
+        # Materialized, so that the ring is read before it is written.
+        inputs = materialize(torch.cat((past, x), dim=1))
+        count = torch.full_like(first, Q) if context.last is None else context.last.unsqueeze(1) + 1
+        # The last R real tokens: earlier ones would share slots with them.
+        index = torch.arange(min(Q, R), device=device) + (count - R).clamp(min=0)
+        slots = (first + index) % R
+        newest = x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        ring[rows, slots] = torch.where((index < count).unsqueeze(-1), newest, ring[rows, slots])
+        return inputs
+
+
+class ConvTaps(nn.Module):
+    """Holds the weight [N, W] of the convolution, and its bias."""
+
+    def __init__(self, channels: int, width: int, bias: bool):
+        super().__init__()
+        self.weight = new_parameter(channels, width)
+        self.bias = new_parameter(channels) if bias else None
+
+
+class ShortConv(nn.Module):
+    """[B, Q, D] -> same, in place of an attention layer.
+
+    args.conv_channels: N; args.conv_width: W; args.conv_bias: of all three.
+    """
+
+    window = None
+    reads_masks = False
+    projections = ("wbcx",), "wout"  # input and output; `core` is between them
+
+    def __init__(self, args):
+        super().__init__()
+        N, self.width = args.conv_channels, args.conv_width
+        self.wbcx = Linear(args.dim, 3 * N, bias=args.conv_bias)
+        self.conv = ConvTaps(N, args.conv_width, args.conv_bias)
+        self.wout = Linear(N, args.dim, bias=args.conv_bias)
+
+    def allocate(
+        self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
+    ) -> ConvCache:
+        """Make this layer's state in the dtype and on the device of `like`, and return it."""
+        slots, channels = cache_slots(length, self.width), len(self.conv.weight)
+        kind = ring_of(ConvCache) if slots < length else ConvCache
+        self.cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+        return self.cache
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.wout(self.core(self.wbcx(x), context))
+
+    def core(self, projected: Tensor, context: Context) -> Tensor:
+        """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections."""
+        if torch.compiler.is_compiling() and self.takes(projected, context):
+            return self.fused_core(projected, context)
+        b, c, x = projected.chunk(3, dim=-1)
+        inputs = self.cache.append(b * x, context, self.width)
+        # Materialized, or Inductor recomputes it in every row of the product.
+        return materialize(c * causal_conv(inputs, self.conv.weight, self.conv.bias))
+
+    def takes(self, projected: Tensor, context: Context) -> bool:
+        """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
+        is_few = projected.shape[1] <= RING_SPARE and context.chunk is None
+        return is_few and can_launch(projected, NAME)
+
+    def fused_core(self, projected: Tensor, context: Context) -> Tensor:
+        """`core` by one kernel."""
+        weights = [self.conv.weight]
+        weights += [] if self.conv.bias is None else [self.conv.bias]
+        ring = self.cache.kv[0, :, 0]
+        return short_conv(projected, ring, weights, context.positions, context.last)
+
+
+def short_conv_recipes(args) -> Recipes:
+    """A layer's convolution and its projections."""
+    N, D, W = args.conv_channels, args.dim, args.conv_width
+    table = {
+        "attention.wbcx.weight": copy_of("conv.in_proj.weight", 3 * N, D),
+        "attention.conv.weight": copy_of(
+            "conv.conv.weight", N, 1, W, transform=lambda t: t.squeeze(1)
+        ),
+        "attention.wout.weight": copy_of("conv.out_proj.weight", D, N),
+    }
+    if args.conv_bias:
+        table |= {
+            "attention.wbcx.bias": copy_of("conv.in_proj.bias", 3 * N),
+            "attention.conv.bias": copy_of("conv.conv.bias", N),
+            "attention.wout.bias": copy_of("conv.out_proj.bias", D),
+        }
+    return table

@@ -1,0 +1,56 @@
+"""Models in which some layers have a sliding window and the others see all positions.
+
+Windowed layers have the args' RoPE. Full layers have the same (gpt-oss), none (Flint, Kolibri 1),
+or one of their own (layer_rope.py).
+"""
+
+from dataclasses import dataclass
+
+from model import Block, is_layer
+from models.config import HFConfig, listed_kinds
+from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily
+
+KINDS = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class WindowedArgs(ScaledRopeArgs):
+    full_layers: tuple[int, ...] = ()  # layers without the sliding window
+
+    def constraints(self) -> dict[str, bool]:
+        known = all(is_layer(layer, self.n_layer) for layer in self.full_layers)
+        return super().constraints() | {"full_layers": known}
+
+    def window_of(self, layer: int) -> int | None:
+        return None if layer in self.full_layers else self.sliding_window
+
+
+def leave_full_unrotated(block: Block, args: WindowedArgs, layer: int) -> None:
+    """Set a layer's window. A full layer has no RoPE: tokens are ordered by windowed layers."""
+    block.attention.window = args.window_of(layer)
+    if layer in args.full_layers:
+        block.attention.rotary_dim = 0
+
+
+class WindowedFamily(ScaledRopeFamily):
+    """A family whose layer_types says which layers have the sliding window."""
+
+    def usual_full(self, layer: int, n_layer: int) -> bool:
+        """Whether a layer has no window if layer_types is absent."""
+        return True
+
+    def window_fields(self, c: HFConfig) -> dict:
+        n_layer = c.integer("num_hidden_layers")
+        kinds = listed_kinds(c, KINDS)
+        kinds = kinds or [KINDS[self.usual_full(layer, n_layer)] for layer in range(n_layer)]
+        full = tuple(layer for layer, kind in enumerate(kinds) if kind == KINDS[1])
+        window = c.integer("sliding_window") if len(full) < n_layer else None
+        return {"sliding_window": window, "full_layers": full}
+
+    def to_hf(self, args) -> dict:
+        config = super().to_hf(args)
+        del config["use_sliding_window"]
+        if args.sliding_window is None:
+            del config["sliding_window"]
+        full = [args.window_of(layer) is None for layer in range(args.n_layer)]
+        return config | {"layer_types": [KINDS[is_full] for is_full in full]}

@@ -1,0 +1,436 @@
+"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: all between a layer's projections.
+
+    _update_heads_of_groups    convolution, step sizes, update of the state, gated norm of groups
+
+A program has some rows of a head's state, so that there are many programs. The norm is over all
+heads of a group: the last program of a group to end normalizes what all of them have read. A second
+kernel would cost at least 1.6 us a layer on an H200.
+
+Several tokens are pending after their call, as in ops/attention/delta.py. Prompts run in PyTorch.
+
+Formulas, letters and the reference: ops/plain/mamba2.py. C channels of the convolution: x [H P],
+then B and C [G N] each; W its width; T tokens, of which a sequence's first `last` + 1 are real; M
+tokens that may be pending.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.attention.delta_state import (
+    count_accepted,
+    count_real,
+    load_taps,
+    softplus,
+    with_even_rows,
+)
+from ops.inductor import custom_op
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
+from ops.plain.gated_delta import conv_silu_in_torch
+from ops.plain.mamba2 import ssm_chunk, time_steps
+from ops.plain.pending import take_in_plain
+
+ROWS = 32  # most rows of a head's state in a program
+WARPS = 4
+
+
+class MambaWeights(NamedTuple):
+    """A layer's weights between its projections."""
+
+    conv: Tensor  # [C, W]
+    conv_bias: Tensor  # [C]
+    a_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    skip: Tensor  # D [H]
+    norm: Tensor  # [H P]
+
+
+class PendingTokens(NamedTuple):
+    """What a sequence's state has not taken in, as `delta_state.Pending`."""
+
+    inputs: Tensor  # [B, W - 1 + M, C]: the state's last inputs, then those of the pending tokens
+    dt: Tensor  # [B, M, H], what gives the pending tokens' step sizes
+    first: Tensor  # int64 [B, H]: 1 + the first pending token's position, 0 for none; equal
+    row: Tensor | None = None  # int64 [B]: the rows of a call's sequences; None: the first
+
+
+class Scratch(NamedTuple):
+    """What the programs of a group share."""
+
+    arrivals: Tensor  # int32 [B, G], zeros between calls: programs that have ended
+    read: Tensor | None  # fp32 [B, T, H P], what they have read of the state, times silu(gate)
+
+
+@dataclass(frozen=True)
+class MambaSettings:
+    """A layer's sizes, and how the kernel divides the state: s."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int  # numbers of a row
+    width: int
+    eps: float  # the gated norm's
+    is_one: bool  # a call has one token
+    most: int  # M
+    row: int  # numbers from one token's zx to the next one's
+    dt_row: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def sharing(self) -> int:
+        """Heads of a group."""
+        return self.heads // self.groups
+
+    @property
+    def rows(self) -> int:
+        return min(ROWS, self.head_dim)
+
+    @property
+    def blocks(self) -> int:
+        """Programs of a head."""
+        return self.head_dim // self.rows
+
+    @property
+    def padded_sharing(self) -> int:
+        return triton.next_power_of_2(self.sharing)
+
+    @property
+    def padded_numbers(self) -> int:
+        """What covers a group's numbers."""
+        return triton.next_power_of_2(self.sharing * self.head_dim)
+
+
+@jit
+def _load_past(window, channels, s: tl.constexpr):
+    """Return the W - 1 inputs from `window` on."""
+    W: tl.constexpr = s.width
+    inputs = ()
+    for n in tl.static_range(W - 1):
+        inputs = inputs + (tl.load(window + n * s.channels + channels),)
+    return inputs
+
+
+@jit
+def _convolve(past, x, taps, bias, s: tl.constexpr):
+    """Convolve x and the W - 1 inputs before it, and apply SiLU -> fp32, rounded as x."""
+    W: tl.constexpr = s.width
+    total = bias
+    for n in tl.static_range(W - 1):
+        total += past[n].to(tl.float32) * taps[n]
+    total += x.to(tl.float32) * taps[W - 1]
+    return (total * tl.sigmoid(total)).to(x.dtype).to(tl.float32)
+
+
+@jit
+def _decay_and_add(old, x, b, step, rate):
+    """Return the state after a token."""
+    return old * tl.exp(-rate * step) + (x * step)[:, None] * b[None, :]
+
+
+@jit
+def _keep(window, past, own, channels, tokens, s: tl.constexpr):
+    """Store the last W - 1 inputs, then those of several tokens of a call as the pending ones.
+
+    own: the first token's channels; None: there are no tokens.
+    """
+    W: tl.constexpr = s.width
+    for n in tl.static_range(W - 1):
+        tl.store(window + n * s.channels + channels, past[n])
+    if own is not None:
+        for token in range(tokens):
+            x = tl.load(own + token * s.row + channels)
+            tl.store(window + (W - 1 + token) * s.channels + channels, x)
+
+
+@jit
+def _move(window, past, x, channels, s: tl.constexpr):
+    """Store the last W - 1 inputs, of which x is the newest."""
+    W: tl.constexpr = s.width
+    for n in tl.static_range(W - 2):
+        tl.store(window + n * s.channels + channels, past[n + 1])
+    tl.store(window + (W - 2) * s.channels + channels, x)
+
+
+@jit
+def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
+    """Normalize a group's numbers of each token; those of padding are 0.
+
+    Other programs have written `read`. This one has read none of it, so no L1 has old numbers.
+    """
+    NUMBERS: tl.constexpr = s.sharing * s.head_dim
+    INNER: tl.constexpr = s.inner
+    k = tl.arange(0, s.padded_numbers)
+    exists, k = k < NUMBERS, group * NUMBERS + k
+    factor = tl.load(weight + k, mask=exists, other=0.0).to(tl.float32)
+    for token in range(real):
+        at = token * INNER + k
+        numbers = tl.load(read + at, mask=exists, other=0.0, cache_modifier=".cg")
+        numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / NUMBERS + s.eps) * factor
+        tl.store(y + at, numbers.to(y.dtype.element_ty), mask=exists)
+    zeros = tl.zeros_like(factor).to(y.dtype.element_ty)
+    for token in range(real, tokens):
+        tl.store(y + token * INNER + k, zeros, mask=exists)
+
+
+# Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. zx and dt are
+# waited for. State, pending tokens, weights, position and last are loaded before that, and pending
+# tokens are taken in. One token is taken in at once, and the state is stored. Several become the
+# pending ones; zx None: there are none.
+#
+# A program alone reads and writes its rows of the state, and their channels of x. Those of B and C,
+# dt and `first` are read by all programs of a group. `arrivals` counts these; the last one updates
+# what they share, normalizes, and sets the counter to 0. No program waits. There is no race:
+# - All that a program has read enters its result, which its threads store before the barrier; one
+#   thread's addition follows that. It releases the stores, and acquires those of the others.
+# - The state is stored after the addition, which would otherwise wait for it.
+@jit
+def _update_heads_of_groups(
+    zx,
+    dt,
+    state,
+    pending,
+    weights,
+    position,
+    last,
+    scratch,
+    y,
+    tokens,
+    s: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    H: tl.constexpr = s.heads
+    P: tl.constexpr = s.head_dim
+    N: tl.constexpr = s.state
+    W: tl.constexpr = s.width
+    BLOCKS: tl.constexpr = s.blocks
+    SHARING: tl.constexpr = s.sharing
+    INNER: tl.constexpr = s.inner
+    head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
+    group, row = head // SHARING, sequence
+    if pending.row is not None:
+        row = tl.load(pending.row + sequence)
+    most_tokens = tl.maximum(tokens, 1)
+    real = count_real(last, sequence, most_tokens)
+    place = tl.load(position + sequence * most_tokens)
+    first = tl.load(pending.first + row * H + head)
+    p = tl.program_id(0) % BLOCKS * s.rows + tl.arange(0, s.rows)
+    n = tl.arange(0, N)
+    state += ((row * H + head) * P + p[:, None]) * N + n[None, :]
+    old = tl.load(state)
+    xs, bs = head * P + p, INNER + group * N + n
+    cs = bs + s.groups * N
+    x_taps, x_bias = load_taps(weights.conv, xs, s), tl.load(weights.conv_bias + xs).to(tl.float32)
+    b_taps, b_bias = load_taps(weights.conv, bs, s), tl.load(weights.conv_bias + bs).to(tl.float32)
+    c_taps, c_bias = load_taps(weights.conv, cs, s), tl.load(weights.conv_bias + cs).to(tl.float32)
+    rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
+    bias = tl.load(weights.dt_bias + head).to(tl.float32)
+    skip = tl.load(weights.skip + head).to(tl.float32)
+    window = pending.inputs + row * (W - 1 + s.most) * s.channels
+    accepted = count_accepted(first, place, real, s)
+    for token in range(accepted):
+        at = window + token * s.channels
+        newest = at + (W - 1) * s.channels
+        x = _convolve(_load_past(at, xs, s), tl.load(newest + xs), x_taps, x_bias, s)
+        b = _convolve(_load_past(at, bs, s), tl.load(newest + bs), b_taps, b_bias, s)
+        step = tl.load(pending.dt + (row * s.most + token) * H + head).to(tl.float32)
+        old = _decay_and_add(old, x, b, softplus(step + bias), rate)
+    if not s.is_one:  # noqa: SIM102  (known at compile time)
+        if accepted > 0:
+            tl.store(state, old)
+    newest = window + accepted * s.channels
+    x_past, b_past, c_past = (
+        _load_past(newest, xs, s),
+        _load_past(newest, bs, s),
+        _load_past(newest, cs, s),
+    )
+    await_previous(PDL)
+    read, own, own_dt = scratch.read, zx, dt
+    if zx is not None:
+        read += sequence * tokens * INNER
+        own += sequence * tokens * s.row + INNER  # the gate comes first
+        own_dt += sequence * tokens * s.dt_row
+    if s.is_one:
+        new_x, new_b, new_c = tl.load(own + xs), tl.load(own + bs), tl.load(own + cs)
+        gate = tl.load(own - INNER + xs).to(tl.float32)
+        step = softplus(tl.load(own_dt + head).to(tl.float32) + bias)
+        x = _convolve(x_past, new_x, x_taps, x_bias, s)
+        b = _convolve(b_past, new_b, b_taps, b_bias, s)
+        c = _convolve(c_past, new_c, c_taps, c_bias, s)
+        old = _decay_and_add(old, x, b, step, rate)
+        out = tl.sum(old * c[None, :], 1) + skip * x
+        tl.store(read + xs, out * gate * tl.sigmoid(gate))
+    elif zx is not None:
+        past_x, past_b, past_c = x_past, b_past, c_past
+        for token in range(real):
+            at = own + token * s.row
+            new_x, new_b, new_c = tl.load(at + xs), tl.load(at + bs), tl.load(at + cs)
+            gate = tl.load(at - INNER + xs).to(tl.float32)
+            step = softplus(tl.load(own_dt + token * s.dt_row + head).to(tl.float32) + bias)
+            x = _convolve(past_x, new_x, x_taps, x_bias, s)
+            b = _convolve(past_b, new_b, b_taps, b_bias, s)
+            c = _convolve(past_c, new_c, c_taps, c_bias, s)
+            past_x, past_b = past_x[1:] + (new_x,), past_b[1:] + (new_b,)
+            past_c = past_c[1:] + (new_c,)
+            old = _decay_and_add(old, x, b, step, rate)
+            out = tl.sum(old * c[None, :], 1) + skip * x
+            tl.store(read + token * INNER + xs, out * gate * tl.sigmoid(gate))
+    tl.debug_barrier()
+    arrivals = scratch.arrivals + sequence * s.groups + group
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    is_last = arrived == SHARING * BLOCKS - 1
+    if real > 0:
+        if s.is_one:
+            tl.store(state, old)
+            _move(window, x_past, new_x, xs, s)
+        else:
+            _keep(window, x_past, own, xs, tokens, s)
+    if is_last:
+        if zx is not None:
+            y += sequence * tokens * INNER
+            _norm_group(read, weights.norm, y, group, real, tokens, s)
+        if real > 0:
+            heads = tl.arange(0, s.padded_sharing)
+            exists, heads = heads < SHARING, group * SHARING + heads
+            begin = place * 0
+            if s.is_one:
+                _move(window, b_past, new_b, bs, s)
+                _move(window, c_past, new_c, cs, s)
+            else:
+                _keep(window, b_past, own, bs, tokens, s)
+                _keep(window, c_past, own, cs, tokens, s)
+                if zx is not None:
+                    begin = place + 1
+                    for token in range(tokens):
+                        number = tl.load(own_dt + token * s.dt_row + heads, mask=exists)
+                        stored = pending.dt + (row * s.most + token) * H
+                        tl.store(stored + heads, number, mask=exists)
+            tl.store(pending.first + row * H + heads, begin + 0 * heads, mask=exists)
+        tl.store(arrivals, 0)
+
+
+# Launches -----------------------------------------------------------------------------------------
+
+
+@custom_op("moe_fast::mamba_tokens", mutates_args=("state", "pending", "arrivals"))
+def mamba_tokens(
+    zx: Tensor,
+    dt: Tensor,
+    state: Tensor,
+    pending: list[Tensor],
+    weights: list[Tensor],
+    positions: Tensor,
+    last: Tensor | None,
+    arrivals: Tensor,
+    eps: float,
+) -> Tensor:
+    """Do all between the projections of a Mamba-2 layer, for T tokens of each sequence.
+
+    zx [B, T, H P + C]: the gate, then x, B and C before the convolution. dt [B, T, H]. weights: a
+    `MambaWeights`. eps: of the gated norm. Return [B, T, H P].
+
+    The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
+    int64 [B, T]. state fp32 [B, H, P, N] takes in the pending tokens before them, in place, and one
+    token, too. Several tokens become the pending ones, T <= M. pending: a `PendingTokens`. With PDL
+    the kernel reads all but zx and dt while the previous kernel runs, which must not write them.
+
+    arrivals int32 [B, G]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
+    that is updated may have more than B rows. Raises ValueError for a wrong shape.
+    """
+    (B, T, _), (H, P, N), (C, W) = zx.shape, state.shape[1:], weights[0].shape
+    M, groups = pending[1].shape[1], (C - H * P) // (2 * N)
+    check_shapes(
+        zx=(zx, (B, T, H * P + C)),
+        dt=(dt, (B, T, H)),
+        positions=(positions, (B, T)),
+        inputs=(pending[0], (len(state), W - 1 + M, H * P + 2 * groups * N)),
+        norm=(weights[5], (H * P,)),
+    )
+    if T > M:
+        raise ValueError(f"{T} tokens, of which only {M} can be pending")
+    zx, dt, positions = with_even_rows(zx), with_even_rows(dt), positions.contiguous()
+    rows = zx.stride(1), dt.stride(1)
+    s = MambaSettings(H, P, groups, N, W, eps, T == 1, M, *rows)
+    y = zx.new_empty(B, T, H * P)
+    scratch = Scratch(arrivals, torch.empty_like(y, dtype=torch.float32))
+    memory = state, PendingTokens(*pending), MambaWeights(*weights), positions, last
+    grid = H * s.blocks, B
+    tensors = zx, dt, *memory, scratch, y
+    launch(_update_heads_of_groups, grid, *tensors, T, settings=s, warps=WARPS)
+    return y
+
+
+@mamba_tokens.register_fake
+def _(zx: Tensor, dt: Tensor, state: Tensor, *rest) -> Tensor:
+    B, T, _ = zx.shape
+    return zx.new_empty(B, T, state.shape[1] * state.shape[2])
+
+
+def kernels_support(state: Tensor) -> bool:
+    """Whether the kernel runs on the GPU of state [B, H, P, N], with sizes that fit its tiles."""
+    fits = triton is not None and all(
+        16 <= size <= 256 and size & size - 1 == 0 for size in state.shape[2:]
+    )
+    return fits and can_launch(state, "_update_heads_of_groups")
+
+
+# Pending tokens before a call that takes in none: prompts, and the plain form.
+
+
+def take_in(
+    state: Tensor,
+    pending: list[Tensor],
+    weights: list[Tensor],
+    position: Tensor,
+    last: Tensor | None,
+    row: Tensor | None,
+    arrivals: Tensor,
+) -> None:
+    """Take in each sequence's pending tokens before position [B, 1]; then none are pending.
+
+    row int64 [B]: the rows of the sequences; None: the first. The rest is as for `mamba_tokens`.
+    """
+    w, (H, P, N), groups = MambaWeights(*weights), state.shape[1:], arrivals.shape[1]
+    W, M = w.conv.shape[1], pending[1].shape[1]
+    if kernels_support(state):
+        s = MambaSettings(H, P, groups, N, W, 0.0, False, M, 0, 0)
+        memory = state, PendingTokens(*pending, row), w, position.contiguous(), last
+        grid, scratch = (H * s.blocks, len(position)), Scratch(arrivals, None)
+        tensors = None, None, *memory, scratch, None
+        launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
+        return
+
+    def advance(x: Tensor, dt: Tensor, kept: Tensor, old: Tensor) -> Tensor:
+        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], w.conv, w.conv_bias)
+        x, b, c = y.split((H * P, groups * N, groups * N), dim=-1)
+        b, c = (each.unflatten(-1, (groups, N)) for each in (b, c))
+        steps, g = (torch.where(kept, t, 0.0) for t in time_steps(dt, w.a_log, w.dt_bias))
+        return ssm_chunk(x.unflatten(-1, (H, P)), b, c, steps, g, w.skip, old)[1]
+
+    take_in_plain(state, pending, W, position, last, row, advance)
+
+
+_take_in = torch.library.custom_op(
+    "moe_fast::mamba_take_in", take_in, mutates_args=("state", "pending", "arrivals")
+)
+
+
+@_take_in.register_fake
+def _(*_) -> None:
+    return None
+
+
+def take_in_pending(state: Tensor, *rest) -> None:
+    """`take_in`, as an operator in compiled code."""
+    (_take_in if torch.compiler.is_compiling() else take_in)(state, *rest)

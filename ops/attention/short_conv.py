@@ -1,0 +1,134 @@
+"""Gated short convolution: one kernel between a layer's projections, for 1 to 64 tokens.
+
+    _short_conv    gate, convolution with the inputs before, second gate, append to the ring
+
+A program has some channels of one token. A token's W - 1 inputs before it come from the ring, or
+from `projected` where they belong to the same call. No program waits for another: the ring has
+RING_SPARE more slots than the window, so that a call never writes a slot that it reads.
+
+Formulas, letters and the reference: models/layers/short_conv.py and ops/plain/short_conv.py.
+T tokens of each sequence, R slots of the ring.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ops.attention.delta_state import count_real, with_even_rows
+from ops.inductor import custom_op
+from ops.launch import await_previous, check_shapes, jit, launch, tl, triton
+from ops.plain.ring import RING_SPARE
+
+NAME = "_short_conv"
+BLOCK = 128  # channels of a program
+
+
+class ConvWeights(NamedTuple):
+    """A layer's weights between its projections."""
+
+    taps: Tensor  # [N, W]
+    bias: Tensor | None = None  # [N]
+
+
+@dataclass(frozen=True)
+class ConvSettings:
+    """A layer's sizes: s."""
+
+    channels: int  # N
+    width: int  # W
+    slots: int  # R
+    row: int  # numbers from one token's projected ones to the next one's
+    is_one: bool  # a call has one token
+    block: int = BLOCK
+
+
+# Grid [N / BLOCK, B, T]. Weights, position, last and the ring are read before the wait for the
+# projection: the kernels between this one and the layer's last call have ended.
+@jit
+def _short_conv(
+    projected, ring, weights, positions, last, y, tokens, s: tl.constexpr, PDL: tl.constexpr
+):
+    N: tl.constexpr = s.channels
+    W: tl.constexpr = s.width
+    R: tl.constexpr = s.slots
+    BLOCK: tl.constexpr = s.block
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence, token = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    exists = channel < N
+    place = tl.load(positions + sequence * tokens) + token
+    real = count_real(last, sequence, tokens)
+    ring += sequence * R * N + channel
+    total = tl.zeros([BLOCK], tl.float32)
+    for n in tl.static_range(W - 1):
+        back = W - 1 - n
+        stored = channel < tl.where((token < back) & (place >= back), N, 0)
+        x = tl.load(ring + (place - back) % R * N, mask=stored, other=0.0)
+        tap = tl.load(weights.taps + channel * W + n, mask=exists, other=0.0)
+        total += x.to(tl.float32) * tap.to(tl.float32)
+    newest = tl.load(weights.taps + channel * W + W - 1, mask=exists, other=0.0).to(tl.float32)
+    if weights.bias is not None:
+        total += tl.load(weights.bias + channel, mask=exists, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    own = projected + (sequence * tokens + token) * s.row + channel
+    gate = tl.load(own + N, mask=exists, other=0.0).to(tl.float32)
+    new = _gated_input(own, exists, s, DTYPE)
+    if not s.is_one:
+        for n in tl.static_range(W - 1):
+            back = W - 1 - n
+            earlier = channel < tl.where(token >= back, N, 0)
+            x = _gated_input(own - back * s.row, earlier, s, DTYPE)
+            tap = tl.load(weights.taps + channel * W + n, mask=exists, other=0.0)
+            total += x.to(tl.float32) * tap.to(tl.float32)
+    total = (total + new.to(tl.float32) * newest).to(DTYPE).to(tl.float32)
+    tl.store(y + (sequence * tokens + token) * N + channel, (gate * total).to(DTYPE), mask=exists)
+    tl.store(ring + place % R * N, new, mask=channel < tl.where(token < real, N, 0))
+
+
+@jit
+def _gated_input(own, mask, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a token's inputs of the convolution: b * x. own: where its b is."""
+    b = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(own + 2 * s.channels, mask=mask, other=0.0).to(tl.float32)
+    return (b * x).to(DTYPE)
+
+
+@custom_op("moe_fast::short_conv", mutates_args=("ring",))
+def short_conv(
+    projected: Tensor,
+    ring: Tensor,
+    weights: list[Tensor],
+    positions: Tensor,
+    last: Tensor | None,
+) -> Tensor:
+    """Do all between the projections of a short convolution, for T tokens of each sequence.
+
+    projected [B, T, 3 N]: b, c and x. ring [rows, R, N]: inputs b * x by position, to which those
+    of real tokens are added: up to index last [B] (`model.Context.last`); None: all. weights: a
+    `ConvWeights`. positions int64 [B, T]: consecutive. Return c * conv(b * x) [B, T, N].
+
+    With PDL the kernel reads ring, weights, positions and last while the previous kernel runs,
+    which must not write them. Raises ValueError for a wrong shape, or more tokens than RING_SPARE.
+    """
+    (B, T, _), (_, R, N), W = projected.shape, ring.shape, weights[0].shape[1]
+    check_shapes(
+        projected=(projected, (B, T, 3 * N)),
+        taps=(weights[0], (N, W)),
+        positions=(positions, (B, T)),
+    )
+    if T > RING_SPARE:
+        raise ValueError(f"{T} tokens, of which only {RING_SPARE} can be in one call")
+    projected, positions = with_even_rows(projected), positions.contiguous()
+    s = ConvSettings(N, W, R, projected.stride(1), T == 1)
+    y = projected.new_empty(B, T, N)
+    tensors = projected, ring, ConvWeights(*weights), positions, last, y
+    launch(_short_conv, (triton.cdiv(N, BLOCK), B, T), *tensors, T, settings=s)
+    return y
+
+
+@short_conv.register_fake
+def _(projected: Tensor, ring: Tensor, *rest) -> Tensor:
+    return projected.new_empty(*projected.shape[:2], ring.shape[2])

@@ -1,0 +1,49 @@
+"""Pending tokens of a recurrent layer in PyTorch (models/layers/pending_state.py).
+
+Letters: B sequences, M tokens that may be pending, N channels of the convolution, W its width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def take_in_plain(
+    state: Tensor,
+    pending: list[Tensor],
+    width: int,
+    position: Tensor,
+    last: Tensor | None,
+    row: Tensor | None,
+    advance: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    """Take in each sequence's pending tokens before position [B, 1]; then none are pending.
+
+    A sequence without a real token stays as it is. pending: inputs [.., W - 1 + M, N], what gives
+    the gates [.., M, ..], first [.., H]. row int64 [B]: the rows of the sequences; None: the first.
+    advance: (inputs [B, W - 1 + M, N], gates [B, M, ..], kept [B, M, 1], state) -> the state
+    after the tokens that are kept.
+    """
+    inputs, gates, first = pending
+    rows = torch.arange(len(position), device=state.device) if row is None else row
+    begins = first[:, 0][rows]
+    changes = (begins > 0) if last is None else (begins > 0) & (last >= 0)
+    if state.device.type == "cpu" and not changes.any():  # as after each call of one token
+        return
+    M = gates.shape[1]
+    accepted = (position[:, 0] + 1 - begins).clamp(0, M) * changes
+    x, old = inputs[rows], state[rows]
+    kept = (torch.arange(M, device=state.device) < accepted.unsqueeze(1)).unsqueeze(-1)
+    new = advance(x, gates[rows], kept, old)
+    state.index_copy_(0, rows, torch.where(accepted.view(-1, 1, 1, 1) > 0, new, old))
+    moved = last_inputs(x, accepted, width - 1)
+    moved = torch.where(changes.view(-1, 1, 1), moved, x[:, : width - 1])
+    inputs[:, : width - 1].index_copy_(0, rows, moved)
+    first.index_copy_(0, rows, torch.where(changes.unsqueeze(1), 0, first[rows]))
+
+
+def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:
+    """inputs [B, length + Q, N] -> the `length` of them that end after the first count [B] of Q."""
+    index = count.unsqueeze(1) + torch.arange(length, device=inputs.device)
+    return inputs.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))

@@ -1,0 +1,298 @@
+"""How a prompt's product decodes packed weights: settings, scales, third bits, fields.
+
+For `_grouped` (ops/products/prompt.py). Letters: E experts. A tile has BN outputs; a step covers BK
+numbers along `in`.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.declared import Activation
+from ops.launch import jit, tl, triton
+from ops.products.units import (
+    decode,
+    decode_hqq,
+    e2m1_factor,
+    first_byte,
+    pair_factors,
+    scale_and_min,
+    second_byte,
+    to_fp32,
+)
+from ops.products.weights import BITS, GGUF, WeightTensors, kernel_tensors
+
+
+@dataclass(frozen=True)
+class PromptTile:
+    """How a grouped GEMM divides its work. benchmarks/grouped.py measures some."""
+
+    rows: int  # BM, rows of x
+    outputs: int  # BN
+    numbers: int  # BK, along `in` in a step
+    warps: int
+    stages: int = 3  # steps in flight
+    near: int = 16  # blocks of outputs that run before the next rows of x
+    tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
+
+
+class GateTensors(NamedTuple):
+    """What an activation reads beside gate and up."""
+
+    bias: Tensor | None = None  # [E, out]
+    columns: Tensor | None = None  # int32 [out / 2]: the result's order; None: as it is
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """What `_grouped` is compiled for."""
+
+    out: int
+    width: int  # numbers of a row of x
+    E: int
+    kind: str
+    bits: int
+    group: int  # numbers that share a scale
+    tile: PromptTile
+    active: int = 1  # experts of a token of x
+    activation: Activation | None = None  # of gate and up, of which the outputs are halves
+
+    @property
+    def packed(self) -> bool:
+        return self.kind != "plain"
+
+    @property
+    def fields(self) -> int:
+        """Codes of a unit."""
+        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
+
+    @property
+    def run(self) -> int:
+        return grouped_run(self.width, self.bits)
+
+    @property
+    def step_scaled(self) -> bool:
+        """Whether each group of numbers along `in` has a scale."""
+        return self.bits < 8 or self.gguf
+
+    @property
+    def gguf(self) -> bool:
+        """Whether it is one of GGUF's kinds."""
+        return self.kind in GGUF
+
+    @property
+    def bits_above(self) -> int:
+        """Bits of a code in a plane of their own."""
+        return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether a scale a row multiplies the sums."""
+        return self.kind in ("int8", "fp8", "nvfp4")
+
+    @property
+    def experts_pow2(self) -> int:
+        return triton.next_power_of_2(self.E)
+
+
+def grouped_run(width: int, bits: int) -> int:
+    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
+
+    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
+    field 1. At most 32, which are 64 bytes of x.
+    """
+    units = width * (2 if bits == 3 else bits) // 16
+    return min(32, units & -units)
+
+
+def prompt_operands(
+    parts: dict[str, Tensor], kind: str, bits: int, group: int
+) -> tuple[WeightTensors, Tensor | None, int, int]:
+    """Return the tensors of a packed weight, its third bits, bits and group, for kernels.
+
+    Codes and bits above them are units of 16 bits there.
+    """
+    tensors, third = kernel_tensors(parts, kind), parts.get("third")
+    if kind in GGUF:
+        bits, group = BITS[kind], 32
+    if bits < 16:
+        high = None if tensors.high is None else tensors.high.view(torch.int16)
+        tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
+        third = third if third is None else third.view(torch.int16)
+    return tensors, third, bits, group
+
+
+# Kernels' helpers ---------------------------------------------------------------------------------
+
+
+@jit
+def _expand(values, COUNT: tl.constexpr):
+    """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
+    BN: tl.constexpr = values.shape[0]
+    n: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def _expand_pairs(even, odd, COUNT: tl.constexpr):
+    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
+    BN: tl.constexpr = even.shape[0]
+    n: tl.constexpr = even.shape[1]
+    both = tl.join(even, odd)[:, :, None, :]
+    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
+
+
+@jit
+def load_above(plane, rows, start, s: tl.constexpr):
+    """Load the bits above the codes of BK numbers -> int16 [BN, units].
+
+    They are as `decode` or `decode_hqq` takes them. SHARING words of codes have one word of the
+    plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
+    those of the word before.
+    """
+    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
+    # that multiply what they loaded, but moves nothing that depends on a position.
+    FIELDS: tl.constexpr = s.fields
+    UNITS: tl.constexpr = s.width // FIELDS
+    SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
+    SHIFT: tl.constexpr = 8 // SHARING
+    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
+    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
+    word, inside = unit // 2 % SHARING, unit < UNITS
+    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
+    if s.kind == "hqq":
+        bits = bits << 2
+    for m in tl.static_range(1, SHARING):
+        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
+        bits |= own >> (SHIFT * m - 2 if s.kind == "hqq" else SHIFT * m)
+    return bits
+
+
+@jit
+def load_scales(weights, rows, start, s: tl.constexpr):
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
+    FIELDS: tl.constexpr = s.fields
+    IN: tl.constexpr = s.width
+    GROUP: tl.constexpr = s.group
+    BK: tl.constexpr = s.tile.numbers
+    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
+    # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
+    # Triton 3.6 moves all products through shared memory instead of the scale.
+    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
+    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
+    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    scale = tl.load(weights.scale + group)
+    if weights.step is not None:
+        return scale, tl.load(weights.step + group // 8)
+    else:
+        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+
+
+@jit
+def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert the result of `load_scales` to a factor and an offset for each unit of a step.
+
+    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
+    q6_k these are the factors of even and of odd fields.
+    """
+    COUNT: tl.constexpr = s.tile.numbers // s.fields
+    scale, zero = fetched
+    offset = 0.0
+    if s.kind == "nvfp4":
+        even, odd = pair_factors(scale, DTYPE)
+        factor = _expand_pairs(even, odd, COUNT)
+    else:
+        if s.kind == "mxfp4":
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+            scale = scale.to(tl.float32)  # or Triton would round products to fp16
+        elif s.kind == "hqq":
+            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+            if weights.scale_step is not None:
+                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+                scale = scale * step + low
+                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+                zero = zero * step + low
+            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+        elif s.kind == "q4_k" or s.kind == "q5_k":
+            scale, least = scale_and_min(scale, zero)
+            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
+        elif s.kind == "q6_k":
+            step = zero.to(tl.float32)
+            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
+        elif s.gguf:
+            scale = scale.to(tl.float32)
+            if weights.step is not None:
+                scale *= zero.to(tl.float32)
+        factor = _expand(scale, COUNT)
+    return factor, offset
+
+
+@jit
+def block_factor(scale, rows, unit, start, s: tl.constexpr):
+    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
+    IN: tl.constexpr = s.width
+    GROUP: tl.constexpr = s.group
+    BK: tl.constexpr = s.tile.numbers
+    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
+    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
+
+
+@jit
+def load_numbers(weights, third, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
+
+    fetched: their result of `load_scales`. at: rows of the weight [BN, 1] and of its blocks'
+    scales, and units [1, n]. inside: which units a row has; None: all.
+    """
+    rows, scale_rows, unit = at
+    units = tl.load(weights.codes + rows * (s.width // s.fields) + unit, mask=inside)
+    above = units
+    if s.bits_above > 0:
+        plane = third if s.kind == "hqq" else weights.high
+        above = load_above(plane, rows, start, s)
+    factor, offset = 0.0, 0.0
+    if s.kind == "fp8b":
+        factor = block_factor(weights.scale, scale_rows, unit, start, s)
+    elif s.step_scaled:
+        factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
+    return units, above, factor, offset
+
+
+@jit
+def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
+    """Return where in x, in `Format.grouped_order`, the numbers of a field of units are."""
+    RUN: tl.constexpr = s.run
+    return (unit // RUN * s.fields + field) * RUN + unit % RUN
+
+
+@jit
+def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a field of packed units as weights, without what `finish` multiplies."""
+    KIND: tl.constexpr = s.kind
+    BITS: tl.constexpr = s.bits
+    units, above, factor, offset = numbers
+    if KIND == "hqq":
+        code = decode_hqq(units, above, field, BITS, DTYPE)
+        return (code * factor - offset).to(DTYPE)
+    elif s.gguf:
+        number = decode(units, above, field, KIND, DTYPE)
+        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
+        if KIND == "q6_k":
+            number *= factor if field % 2 == 0 else offset
+        else:
+            number = number * factor - offset
+        return number.to(DTYPE)
+    number = decode(units, factor, field, KIND, DTYPE)
+    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
+        number = to_fp32(number)  # the factor has more digits than bf16
+    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
+        factor = factor.to(tl.float32)
+        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
+    if KIND == "fp8b" or KIND == "int4":
+        number = (number * factor).to(DTYPE)
+    return number

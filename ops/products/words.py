@@ -1,0 +1,170 @@
+"""Products of words: integers of x times codes of 8 and of 4 bits, for one token's kernels.
+
+A word is int32: four bytes, or eight codes of 4 bits. x: four int16 in an int64. No code becomes a
+floating-point number. NVIDIA's GPUs multiply two bytes by two int16 in one instruction (dp2a), and
+look up four bytes in one (prmt). Other GPUs, and Triton's interpreter, take the other branches.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+from ops.launch import jit, tl
+
+
+@jit
+def add_pair(pair, total):
+    """Add both int16 of a word to `total`."""
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "dp2a.lo.s32.s32 $0, $1, 257, $2;",
+            "=r,r,r",
+            (pair, total),
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return total + (pair << 16 >> 16) + (pair >> 16)
+
+
+@jit
+def _number(x, K: tl.constexpr):
+    """Return number K of four int16 in an int64, as int32."""
+    return (x >> 16 * K).to(tl.int16).to(tl.int32)
+
+
+@jit
+def dot_bytes(word, x, total, SIGNED: tl.constexpr):
+    """Add the dot product of a word's four bytes and x to `total`."""
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 x<2>, sum;
+            mov.b64 {{x0, x1}}, $2;
+            dp2a.lo.s32.{"s32" if SIGNED else "u32"} sum, x0, $1, $3;
+            dp2a.hi.s32.{"s32" if SIGNED else "u32"} $0, x1, $1, sum;
+            }}""",
+            "=r,r,l,r",
+            (word, x, total),
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        for k in tl.static_range(4):
+            byte = (word << 24 - 8 * k >> 24) if SIGNED else (word >> 8 * k & 0xFF)
+            total += _number(x, k) * byte
+        return total
+
+
+@jit
+def dot_nibbles(word, x_even, x_odd, even, odd):
+    """Add one word's dot products to `even` and `odd`: 4 bits, 0 to 15.
+
+    even: the sum of x times code over the even fields of words. odd: 16 times that sum over the
+    odd fields.
+    """
+    even = dot_bytes(word & 0x0F0F0F0F, x_even, even, False)
+    return even, dot_bytes(word & -0x0F0F0F10, x_odd, odd, False)  # 0xF0F0F0F0
+
+
+@jit
+def _shift(x, LEFT: tl.constexpr):
+    return x << LEFT if LEFT >= 0 else x >> -LEFT
+
+
+@jit
+def dot_five_bits(word, high, x_even, x_odd, total, M: tl.constexpr):
+    """Add the dot product of the M-th word of a quad to `total`: q5_k codes, 0 to 31.
+
+    high: the fifth bits of the quad, of which those of this word are from bit 2 M of each byte on.
+    """
+    even = word & 0x0F0F0F0F | _shift(high, 4 - 2 * M) & 0x10101010
+    odd = word >> 4 & 0x0F0F0F0F | _shift(high, 3 - 2 * M) & 0x10101010
+    return dot_bytes(odd, x_odd, dot_bytes(even, x_even, total, False), False)
+
+
+@jit
+def dot_six_bits(word, high, x_low, x_high, low, high_sum, M: tl.constexpr):
+    """Add one word's dot products to `low` and `high_sum`: q6_k codes, 0 to 63, less 32, times 4.
+
+    low: over the codes in the lower nibbles, high_sum: over those in the upper ones. high: the two
+    bits above them, of this word (M = 0 or 1) from bit 4 M of each byte on. The upper six bits of a
+    byte are the code. Its first bit inverted, it is a signed byte.
+    """
+    # 0x80808080, the first bits inverted; 0xC0C0C0C0, the bits above.
+    first = word << 2 & 0x3C3C3C3C | -0x7F7F7F80
+    second = word >> 2 & 0x3C3C3C3C | -0x7F7F7F80
+    first ^= high << 6 - 4 * M & -0x3F3F3F40
+    second ^= high << 4 - 4 * M & -0x3F3F3F40
+    return dot_bytes(first, x_low, low, True), dot_bytes(second, x_high, high_sum, True)
+
+
+# Codes of a table ---------------------------------------------------------------------------------
+
+
+@jit
+def e2m1_table(zero):
+    """Return 12 + twice each e2m1 number as bytes: codes 0 to 3, 4 to 7, 8 to 11, 12 to 15."""
+    # Added to a zero that the compiler does not know, in every lane: otherwise it recomputes the
+    # constants for each look-up.
+    lanes = tl.arange(0, 32)[None, None, :] * zero
+    return lanes + 0x0F0E0D0C, lanes + 0x18141210, lanes + 0x090A0B0C, lanes + 0x00040608
+
+
+@jit
+def iq4_table(zero):
+    """Return iq4's numbers as bytes, 1 more from code 8 on: codes 0 to 3, 4 to 7, and so on."""
+    lanes = tl.arange(0, 32)[None, None, :] * zero
+    return lanes - 0x4052677F, lanes - 0x09152231, lanes + 0x271A0E02, lanes + 0x725A4636
+
+
+@jit
+def _select(first, second, codes):
+    """Return the bytes of two words that the lower four codes name; 0 or -1 for codes from 8 on."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        (first, second, codes),
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _look_up(code, table):
+    """Return a code's byte of a table of 16, signed. code: int32, 0 to 15."""
+    first = tl.where(code & 4 != 0, table[1], table[0])
+    second = tl.where(code & 4 != 0, table[3], table[2])
+    word = tl.where(code & 8 != 0, second, first)
+    return word << 24 - (code & 3) * 8 >> 24
+
+
+@jit
+def dot_looked_up(word, x_low, x_high, low, high, table, SIGNED: tl.constexpr):
+    """Add one word's dot products to `low` and `high`: codes of `e2m1_table`, or of `iq4_table`.
+
+    low: over the lower four codes of words, high: over the upper four. SIGNED: iq4's.
+
+    The table has 16 bytes and a look-up (prmt) takes 8, so there is one look-up for each half. For
+    a code of the other half, prmt copies the sign of a byte. It is 0 in all bytes of e2m1, whose
+    two look-ups are added: additions run on another unit of the GPU than look-ups and shifts. For
+    iq4 it is -1 for the first half, which the 1 more makes up for, and 0 for the second.
+    """
+    if tl.target_info.is_cuda():
+        other = word ^ -0x77777778  # 0x88888888
+        first, second = _select(table[0], table[1], word), _select(table[2], table[3], other)
+        third = _select(table[0], table[1], word >> 16)
+        fourth = _select(table[2], table[3], other >> 16)
+        if SIGNED:
+            low = dot_bytes(second, x_low, dot_bytes(first, x_low, low, True), True)
+            return low, dot_bytes(fourth, x_high, dot_bytes(third, x_high, high, True), True)
+        else:
+            low = dot_bytes(first + second, x_low, low, False)
+            return low, dot_bytes(third + fourth, x_high, high, False)
+    else:
+        for k in tl.static_range(4):
+            one, other = word >> 4 * k & 15, word >> 16 + 4 * k & 15
+            low += _number(x_low, k) * (_look_up(one, table) - SIGNED * (one >> 3))
+            high += _number(x_high, k) * (_look_up(other, table) - SIGNED * (other >> 3))
+        return low, high
