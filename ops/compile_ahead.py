@@ -127,6 +127,18 @@ def pretend(gpu: Gpu) -> None:
     driver.set_active(target)
 
 
+def error_of(work: Callable, *arguments) -> str | None:
+    """Call `work`; return its error as text, None if there is none.
+
+    Some errors cannot be pickled, a KernelError among them: they would end the pool, and all tasks.
+    """
+    try:
+        work(*arguments)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
+
+
 def main() -> None:
     """Compile the tasks of one line of JSON; print a line for each: its number, and its error."""
     given = json.loads(sys.stdin.readline() or "{}")
@@ -141,14 +153,11 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))  # this process's, which may be fewer than the machine's
     workers = max(1, min(len(tasks), cores - LEAVE_FREE))
     fork = multiprocessing.get_context("fork")
-    # C code of Triton's own, as in `compile_task`. Without a CUDA context the process dies once the
-    # code is in the cache: in the pool, it would end all tasks.
-    fork.Process(target=CudaUtils).start()
+    fork.Process(target=CudaUtils).start()  # C code, as in `compile_task`; in the pool it ended all
     with ProcessPoolExecutor(workers, fork) as pool:
-        running = {pool.submit(compile_task, task): number for number, task in enumerate(tasks)}
+        running = {pool.submit(error_of, compile_task, t): n for n, t in enumerate(tasks)}
         for future in as_completed(running):
-            error = future.exception()
-            print(json.dumps([running[future], error and str(error)]), flush=True)
+            print(json.dumps([running[future], future.result()]), flush=True)
 
 
 if __name__ == "__main__":

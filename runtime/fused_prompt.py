@@ -5,6 +5,7 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
-from ops.declared import Activation, Routing, SumAdditions
+from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
@@ -83,8 +84,7 @@ class PromptLayer:
         self.resident = isinstance(experts, Experts)  # else in host memory
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
-        given = layer.experts.routing
-        self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
+        self.routing = replace(layer.experts.routing, shared=0, gated=False)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 

@@ -1,5 +1,7 @@
 """Kernels that are compiled before a step needs them, in other processes."""
 
+import json
+
 import pytest
 import torch
 from without_gpu import run_without_gpu
@@ -20,6 +22,23 @@ def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
     assert {"_begin", "attend_kernel", "merge_kernel", "join_tokens"} < set(found["kernels"])
     assert found["ahead"] == [count or found["tasks"], 0]  # the second run has nothing to do
     assert found["compiled"] > 0 and found["added"] == 0
+
+
+def test_a_kernel_that_does_not_compile_ends_no_other(tmp_path):
+    """Its error is a class of ours, which cannot be pickled."""
+    sizes = {"dim": 64, "rope": 32, "block": 48}  # Triton's blocks are powers of two
+    kinds = "int64", "int64", "bfloat16", "float32", "bfloat16", "float32"
+    tasks = []
+    for block in (48, 64):
+        fields = {"class": ["ops.step.begin", "Rows"], "fields": sizes | {"block": block}}
+        args = [*({"tensor": kind} for kind in kinds), fields]
+        options = {"num_warps": 1, "PDL": False}
+        kernel = ["ops.step.begin", "_begin"]
+        tasks.append(json.dumps({"kernel": kernel, "args": args, "options": options}))
+    helper = compile_helper.Helper()
+    found = dict(helper.compile(GPU, tasks, tmp_path))
+    helper.close()
+    assert found[0].startswith("_begin") and found[1] is None and any(tmp_path.iterdir())
 
 
 class FakeHelper:
