@@ -1074,7 +1074,7 @@ def gated_token_error(queries: int = 1) -> float:
 
 GQA_WAYS = {  # tile, most parts, most numbers of one part for several queries, bound of positions
     "many parts": (Blocks(32, 2), 64, 0, False),
-    "two parts of several blocks": (Blocks(32, 2), 2, 0, False),
+    "two parts of several blocks, or of two as one": (Blocks(32, 2, wide=True), 2, 0, False),
     "one part of several blocks": (Blocks(32, 2), 1, 1 << 30, False),
     "two blocks as one": (Blocks(64, 2, wide=True), 64, 0, False),
     "two blocks as one, bounded": (Blocks(64, 2, wide=True), 64, 0, True),

@@ -66,7 +66,7 @@ class Router(NamedTuple):
 
     rows: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [E]: of scores
-    score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+    score_bias: Tensor | None = None  # fp32 [E]: the choice is by score + bias
 
 
 class Results(NamedTuple):
@@ -76,7 +76,7 @@ class Results(NamedTuple):
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
-    scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
+    scores: Tensor | None = None  # [T, N], with a score_bias [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
 
 
@@ -90,6 +90,7 @@ class Join:
     E: int = 0
     rows: int = 0  # scores that a program computes
     many: bool = False  # several tokens with scores
+    softmax: bool = False  # of scores with a bias
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -217,9 +218,12 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
     if router.bias is not None:
         dots += biases[0]
     if router.score_bias is not None:
-        dots = sigmoid(dots)
-        tl.store(scores + s.N + expert, dots, mask=expert < s.N)
-        dots += biases[1]
+        if s.softmax:  # its choice adds the bias
+            tl.store(scores + s.N + expert, biases[1], mask=expert < s.N)
+        else:
+            dots = sigmoid(dots)
+            tl.store(scores + s.N + expert, dots, mask=expert < s.N)
+            dots += biases[1]
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
 
@@ -366,7 +370,8 @@ class NormRouter:
     def settings(self, rows: int, **others) -> Join:
         """Return the settings of a kernel that computes `rows` scores a program."""
         N, D = self.rows.shape
-        return Join(D, self.eps, N, N - self.routing.gated, rows, **others)
+        softmax = self.routing.softmax
+        return Join(D, self.eps, N, N - self.routing.gated, rows, softmax=softmax, **others)
 
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
@@ -401,8 +406,8 @@ def norm_router(
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
-    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
-    with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
+    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen. A
+    bias makes a second row (`routing.ChoiceSettings`). The reference is `RMSNorm`, then the router.
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no

@@ -21,7 +21,9 @@ from torch import Tensor
 from ops.launch import can_launch, jit, launch, tl, triton
 
 MAX_TOKENS = 8  # limit of a request
-ASKED, ANSWERED, LAYER, TOKENS, PAIRS = 0, 16, 1, 2, 3  # flags; one cache line for each writer
+# Flags; one cache line for each writer. BUSY: microseconds of all compiled products
+ASKED, LAYER, TOKENS, PAIRS = range(4)
+ANSWERED, BUSY = 16, 17
 FLAGS = 32
 BLOCK = 1024  # numbers of a program
 
