@@ -5,23 +5,13 @@ returns one of these from `fused_decode_settings`; None: no kernel computes it. 
 raises TypeError, and an unknown activation ValueError.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-UNCHECKED = "MOE_FAST_UNCHECKED"
-
 ACTIVATIONS = "silu", "clamped", "relu_squared"
 OUTPUT_GATES = "sigmoid", "softplus"
-
-UNMEASURED = ("relu_squared",)  # those whose kernels no GPU has run: not chosen by `auto`
-
-
-def runs_unchecked() -> bool:
-    """Whether to run kernels that no GPU has checked yet: if MOE_FAST_UNCHECKED is set."""
-    return bool(os.environ.get(UNCHECKED))
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,12 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
 from models.layers.group_routing import BiasedSoftmaxMoE, SigmoidRoutedMoE
-from models.layers.short_conv import FusedShortConv
+from models.layers.short_conv import ShortConv
 from models.lfm2_moe import Lfm2MoeArgs
 from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops.declared import SWIGLU, UNCHECKED, Activation, Routing
+from ops.declared import SWIGLU, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
@@ -78,7 +78,6 @@ from tests.kernels_without_gpu import (
 )
 from tests.launched_code import launched_code
 
-os.environ[UNCHECKED] = "1"
 GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
 GROUPS |= dict(int8=16, fp8=16, fp8b=32)
 GROUPS |= dict(q8_0=32, q5_1=32, q4_1=32, q4_0=32, iq4_nl=32)
@@ -466,7 +465,7 @@ def small_model(
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        for kind in (FusedDecodeAttention, FusedLatentAttention, FusedShortConv):
+        for kind in (FusedDecodeAttention, FusedLatentAttention, ShortConv):
             takes = lambda self, qkv, _: getattr(self, "supported", True) and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
         yield

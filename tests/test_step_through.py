@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="ops/ needs triton")
 
 from model import Context, KVCache
-from models.layers.short_conv import FusedShortConv
+from models.layers.short_conv import ShortConv
 from ops.products.prompt_weights import PromptTile
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
@@ -70,7 +70,7 @@ def test_a_short_convolution(tokens, length, bias):
     """Two sequences and an idle one: one at position 0, one with padding. Results and the ring."""
     torch.manual_seed(0)
     sizes = dict(dim=32, conv_channels=160, conv_width=3, conv_bias=bias)
-    layer = FusedShortConv(SimpleNamespace(**sizes))
+    layer = ShortConv(SimpleNamespace(**sizes))
     cache = layer.allocate(4, length, KVCache, torch.zeros(1))
     cache.kv.normal_()
     for parameter in layer.parameters():

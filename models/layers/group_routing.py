@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers.shared_expert import SharedExpertMoE
-from ops.declared import ExpertAdditions, Routing, runs_unchecked
+from ops.declared import ExpertAdditions, Routing
 from ops.plain.topk import top_k
 
 
@@ -90,7 +90,6 @@ class BiasedSoftmaxMoE(SharedExpertMoE):
         return expert_indices, parts / parts.sum(dim=-1, keepdim=True) if self.norm_topk else parts
 
     def fused_decode_settings(self) -> ExpertAdditions | None:
-        """Return the additions. No GPU has run their kernels yet: they are no default."""
         added = super().fused_decode_settings()
         routing = Routing(self.n_active, self.norm_topk, score_bias=self.score_bias, softmax=True)
-        return replace(added, routing=routing) if added and runs_unchecked() else None
+        return replace(added, routing=routing) if added else None
