@@ -452,17 +452,18 @@ def pair_twin(pair, total):
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
-def select_twin(word, table):
-    """Replace `words._select`, which is look-ups by the instruction prmt."""
-    found, words_of = [], [np.broadcast_to(t.handle.data, word.shape) for t in table]
-    parts = np.stack(words_of, -1).view(np.int8)
-    for shift in (0, 16):
-        for half in (0, 8):
-            code = word.handle.data[..., None] >> np.arange(shift, shift + 16, 4) & 15 ^ half
-            byte = np.take_along_axis(parts[..., half : half + 8], code & 7, -1)
-            data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
-            found.append(tl.tensor(TensorHandle(data, tl.int32), word.type))
-    return tuple(found)
+def select_twin(first, second, codes):
+    """Replace `words._select`, which is the instruction prmt."""
+    parts = [np.broadcast_to(part.handle.data, codes.shape) for part in (first, second)]
+    code = codes.handle.data[..., None] >> np.arange(0, 16, 4) & 15
+    byte = np.take_along_axis(np.stack(parts, -1).view(np.int8), code & 7, -1)
+    data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
+    return tl.tensor(TensorHandle(data, tl.int32), codes.type)
+
+
+def e2m1_twin(*given):
+    """Replace `words._dot_e2m1`, which is inline assembly."""
+    return looked_up_twin(*given, False)
 
 
 def replace_four_bits() -> None:
@@ -549,7 +550,7 @@ def different_words() -> list[int]:
     """
     by_shifts = products_of_words()
     instructions = mock.patch.multiple(
-        words, _select=select_twin, dot_bytes=bytes_twin, add_pair=pair_twin
+        words, _select=select_twin, _dot_e2m1=e2m1_twin, dot_bytes=bytes_twin, add_pair=pair_twin
     )
     own = mock.patch.multiple(codes, dot_bytes=bytes_twin)
     pairs = mock.patch.object(operands, "add_pair", pair_twin)
