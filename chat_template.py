@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -72,10 +73,22 @@ class ChatTemplate:
         """Whether the template looks for a marker: `marker in text` or `text.split(marker)`."""
         return bool(re.search(rf"['\"]{re.escape(marker)}['\"]\s*(in\b|[,)])", self.source))
 
+    @property
+    def variables(self) -> set[str]:
+        """The names that the template reads and that are not its own, `messages` among them."""
+        try:
+            return jinja2.meta.find_undeclared_variables(self.environment().parse(self.source))
+        except Exception:  # the template is a program of the checkpoint's author
+            return set()
+
     @cached_property
     def program(self) -> jinja2.Template:
-        """Compile the template with the names that transformers defines, in jinja2's sandbox:
-        it is a program from a download."""
+        """Compile the template."""
+        return self.environment().from_string(self.source)
+
+    def environment(self) -> jinja2.Environment:
+        """Return jinja2's sandbox with the names that transformers defines: a template is a
+        program from a download."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -84,7 +97,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         environment.filters["tojson"] = _to_json
-        return environment.from_string(self.source)
+        return environment
 
     def render(self, messages: Iterable[dict], variables: dict) -> str:
         """Return the conversation as text, with the messages' control tokens marked as text.

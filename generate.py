@@ -13,13 +13,13 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cli.chat import Chat, greeting, read_requests
+from cli.chat import Chat, greeting, model_name, read_requests
 from cli.command import check_stdout, command
 from cli.compile_cache import use_compile_cache
 from cli.compile_helper import start_before_imports
@@ -38,6 +38,7 @@ from cli.model_name import parse_model_name
 from cli.options import check_checkpoint_path, choose_compile
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_seconds
+from cli.routing_file import RoutingRecorder
 from cli.staging import remove
 from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit
@@ -76,6 +77,7 @@ from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
 from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
 from tokenizer import Tokenizer, load_tokenizer
+from tool_calls.reading import CallReader
 
 OUT_OF_MEMORY = (
     "shorten --max_seq_len, lower --prefill_chunk, or with --offload --gpu_memory or --gpu_experts"
@@ -220,6 +222,7 @@ def generate_all(
     on_token: Callable[[int, int, int], None] = lambda number, token, begin: None,
     on_reasoning: Callable[[int, str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    markers: Mapping[int, str] | None = None,
 ) -> list[dict]:
     """Continue each prompt, all at once, until EOS, a `stop` text or max_new_tokens.
 
@@ -227,7 +230,7 @@ def generate_all(
     of text as soon as it is certain. on_token gets the number, each token that does not end the
     text, and where in the text it begins; it is called before on_text. `interrupted` is called
     after every step. on_reasoning gets the number and each piece of a chat model's reasoning, which
-    is then no part of the text; None: it is. reply: see runtime.text.TextSettings.
+    is then no part of the text; None: it is. reply, markers: see runtime.text.TextSettings.
 
     Returns for each prompt the fields of `TextStream.result` and `weight_statistics`, and with
     offloaded experts "offload" (see `expert_traffic`). Raises ValueError as `Session.stream_all`,
@@ -240,7 +243,7 @@ def generate_all(
     for number, prompt in enumerate(ids):
         thoughts = partial(on_reasoning, number) if on_reasoning else None
         callbacks = partial(on_text, number), partial(on_token, number), thoughts
-        settings = TextSettings(stop, ignore_eos, reply, *callbacks)
+        settings = TextSettings(stop, ignore_eos, reply, *callbacks, markers=markers or {})
         streams.append(TextStream(prompt, tokenizer, settings))
     start, steps, counters = time.perf_counter(), 0, None
     for tokens in session.stream_all(ids, max_new_tokens, sampling or Sampling()):
@@ -278,9 +281,9 @@ def weight_statistics(session: Session | Speculation) -> dict:
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
     """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
 
-    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and cpu_ratio
-    (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks). Ratios are
-    None if nothing was needed.
+    hits, misses (copied), on_cpu (experts needed, once a layer and step); prefetched; hit_ratio and
+    cpu_ratio (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks).
+    Ratios are None if nothing was needed.
     """
     layers = list(zip(expert_counters(model), before, strict=True))
     found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
@@ -341,6 +344,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
     session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
+    recorder, folder = None, checkpoint.directory.absolute().parent.name
+    if options.save_routing:
+        name, format = model_name(folder), checkpoint.format["name"]
+        recorder = RoutingRecorder(options.save_routing, name, format)
+        session.watch = True
     if options.compile or options.compile_prefill:
         compile_session(session, prompts[0] if prompts else [0], sampling)
     if options.prepare_only:
@@ -349,7 +357,6 @@ def run(options: argparse.Namespace) -> list[dict]:
     with torch.profiler.profile() if options.profile else nullcontext() as profile:
         if options.interactive:
             if process_group.is_main():
-                folder = checkpoint.directory.absolute().parent.name
                 format = checkpoint.format["name"]
                 template = tokenizer.has_chat_template
                 print(greeting(folder, format, session.max_seq_len, template), file=sys.stderr)
@@ -358,7 +365,9 @@ def run(options: argparse.Namespace) -> list[dict]:
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=options.seed + first)
             some = prompts[first : first + batch]
-            results += generate_batch(session, tokenizer, some, options, sampling)
+            results += generate_batch(session, tokenizer, some, options, sampling, recorder)
+    if recorder and process_group.is_main():
+        recorder.write()
     if options.profile and process_group.is_main():
         profile.export_chrome_trace(str(options.profile))
         if not options.profile.is_file() or not options.profile.stat().st_size:
@@ -448,6 +457,8 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
         return kind
     if options.draft_checkpoint_path:
         return "model"
+    if options.save_routing:  # drafts have no details
+        return "off"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
     return "auto" if one and not (options.offload or options.compile) else "off"
 
@@ -468,8 +479,12 @@ def generate_batch(
     prompts: list[list[int]],
     options: argparse.Namespace,
     sampling: Sampling,
+    recorder: RoutingRecorder | None = None,
 ) -> list[dict]:
-    """Continue a batch: prompts go to stderr, answers to stdout (a single one as it comes)."""
+    """Continue a batch: prompts go to stderr, answers to stdout (a single one as it comes).
+
+    recorder: gets each token's experts, if the session is watched.
+    """
     session.reset()  # results must not depend on the order of prompts, so share no prefix
     main = process_group.is_main()
     streaming = main and len(prompts) == 1 and not options.json
@@ -478,6 +493,13 @@ def generate_batch(
         end = "" if sys.stdout.isatty() else "\n"
         print(tokenizer.decode(ids), end=end, file=sys.stderr, flush=True)
 
+    def record(number: int, token: int, begin: int) -> None:
+        text = tokenizer.token_bytes(token).decode(errors="replace")
+        details = session.details[number]
+        recorder.add(number, text, details.experts, details.weights)
+
+    if recorder:
+        recorder.begin([tokenizer.decode(ids) for ids in prompts])
     if streaming:
         echo(prompts[0])
     start = time.perf_counter()
@@ -491,6 +513,7 @@ def generate_batch(
         ignore_eos=options.ignore_eos,
         reply=options.system is not None,
         on_text=lambda number, text: print(text, end="", flush=True) if streaming else None,
+        on_token=record if recorder else lambda number, token, begin: None,
     )
     seconds = time.perf_counter() - start
     for ids, result in zip(prompts, results, strict=True) if main else ():
@@ -514,9 +537,10 @@ def chat(
     sampling: Sampling,
 ) -> None:
     """Read messages and commands, stream answers, keep the cache between turns."""
-    turns = Chat(partial(generate, session, tokenizer), session, tokenizer, options, sampling)
+    answer, make_reader = partial(generate, session, tokenizer), partial(CallReader, tokenizer)
+    turns = Chat(answer, session, tokenizer, options, sampling, make_reader)
     turns.silent = not process_group.is_main()
-    for name, given in process_group.share_each(read_requests):
+    for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
 
 

@@ -103,11 +103,13 @@ def load(
 ) -> tuple[Session, Speculation | None, Path]:
     """Return the session, its speculation and its checkpoint's directory.
 
-    Lowers --max_batch to what fits. Raises ValueError for a --max_seq_len over the model's, a
-    --max_batch that does not fit, and as `check_speculation` and `open_session`.
+    Lowers --max_batch to what fits, and sets `options.weights_format`. Raises ValueError for a
+    --max_seq_len over the model's, a --max_batch that does not fit, and as `check_speculation` and
+    `open_session`.
     """
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
+    options.weights_format = checkpoint.format["name"]
     max_position = args_of_checkpoint(checkpoint).max_position
     if (options.max_seq_len or 0) > max_position:
         raise ValueError(

@@ -164,6 +164,10 @@ class Tokenizer:
         """Whether the source of a chat template has this text."""
         return any(text in template.source for template in self.templates.values())
 
+    def template_variables(self) -> list[str]:
+        """Return the names that chat templates read, such as Qwen3's `enable_thinking`."""
+        return sorted(set().union(*(found.variables for found in self.templates.values())))
+
     def max_bytes_per_token(self) -> int:
         """Return how many bytes of text one token can stand for, at most."""
         longest = max(len(self.token_bytes(id)) for id in range(self.vocab_size))

@@ -77,9 +77,11 @@ def build_parser() -> Parser:
     )
     parser.add_number("--draft_vocab", vocab)
     add_model_options(parser)
-    parser.begin_group("analysis", "where the time goes")
+    parser.begin_group("analysis", "where the time goes, and which experts the router chose")
     trace = "write a trace of the generation for chrome://tracing"
     parser.add_path("--profile", trace, "FILE")
+    routing = "write each new token's experts and weights as JSON; the chat page opens it"
+    parser.add_path("--save_routing", routing, "FILE")
     return parser
 
 
@@ -149,12 +151,17 @@ def check_options(options: argparse.Namespace) -> None:
     check_disk_options(options)
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
-    profile = options.profile
-    if profile and not is_writable(profile):  # before hours of work
-        fix = "it must be a file in a folder that is there, and can be written"
-        raise ValueError(f"--profile {profile}: {fix}")
+    for name in ("profile", "save_routing"):
+        path = getattr(options, name)
+        if path and not is_writable(path):  # before hours of work
+            fix = "it must be a file in a folder that is there, and can be written"
+            raise ValueError(f"--{name} {path}: {fix}")
     check_drafts(options)
-    for name in ("prompt", "prompts_file", "json"):
+    drafts = options.draft_checkpoint_path or options.speculate not in (None, "off")
+    if options.save_routing and drafts:
+        why = "--save_routing needs plain steps, one token each"
+        raise ValueError(f"{why}: leave the options of speculative decoding out")
+    for name in ("prompt", "prompts_file", "json", "save_routing"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
 

@@ -3,8 +3,11 @@
 import contextlib
 import logging
 import os
+import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +54,45 @@ def read_messages(commands: Sequence[str] = ()) -> Iterator[str]:
             return
         if message.strip():
             yield message
+
+
+def edit_text(text: str | None) -> str | None:
+    """Let the user change a text; return it, or None.
+
+    A line is changed where it is typed, several lines in $VISUAL or $EDITOR. Raises ValueError if
+    neither is possible.
+    """
+    if text is None:
+        print("there is no message to change", file=sys.stderr)
+        return None
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+    if "\n" in text and editor:
+        return edit_in(editor, text)
+    if "\n" in text:
+        raise ValueError("the message has several lines: set EDITOR, or give /edit TEXT")
+    if readline is None or not sys.stdin.isatty():
+        raise ValueError("lines cannot be changed here: give /edit TEXT")
+    readline.set_startup_hook(lambda: readline.insert_text(text))
+    try:
+        return input(PROMPT)
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+    finally:
+        readline.set_startup_hook(None)
+
+
+def edit_in(editor: str, text: str) -> str:
+    """Return a text after it was changed in an editor. Raises ValueError if that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "message.txt"
+        path.write_text(text)
+        try:
+            subprocess.run([*shlex.split(editor), str(path)], check=True)
+            return path.read_text().rstrip("\n")
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            why = getattr(error, "strerror", None) or "it failed"
+            raise ValueError(f"{editor}: {why}: set EDITOR, or give /edit TEXT") from None
 
 
 def read_message(read: Callable[[str], str | None]) -> str | None:

@@ -105,7 +105,6 @@ class NemotronH(MambaFamily):
         num_key_value_heads=8,
         head_dim=128,
         layer_norm_epsilon=1e-5,
-        attention_bias=False,
         intermediate_size=21504,
         mamba_num_heads=128,
         mamba_head_dim=64,
@@ -123,7 +122,6 @@ class NemotronH(MambaFamily):
     )
     renamed_keys = {"layer_norm_epsilon": "rms_norm_eps", "n_routed_experts": "num_experts"}
     field_of_key = {
-        "attention_bias": "attention_bias",
         "mamba_num_heads": "mamba_heads",
         "mamba_head_dim": "mamba_head_dim",
         "n_groups": "mamba_groups",
@@ -134,11 +132,12 @@ class NemotronH(MambaFamily):
         "routed_scaling_factor": "routed_scale",
         "norm_topk_prob": "norm_topk",
     }
-    nullable = "moe_latent_size", "num_key_value_heads"
+    nullable = ("moe_latent_size",)
     only = dict(
         mlp_hidden_act="relu2",
         mamba_hidden_act="silu",
         use_bias=False,
+        attention_bias=False,  # transformers makes none
         mamba_proj_bias=False,
         use_conv_bias=True,
         n_shared_experts=1,
@@ -168,6 +167,8 @@ class NemotronH(MambaFamily):
         c["num_hidden_layers"] = len(kinds)
         c.setdefault("rope_theta", 1e4)  # there is no RoPE
         c.setdefault("moe_latent_size", None)
+        c.count("num_nextn_predict_layers")  # heads for multi-token prediction
+        c.integer("moe_shared_expert_intermediate_size")
         self.check_mamba(c, "mamba_num_heads", "n_groups", "conv_kernel")
         blocks = paired(kinds)
         if blocks is None:
@@ -187,6 +188,9 @@ class NemotronH(MambaFamily):
         }
 
     def window_fields(self, c: HFConfig) -> dict:
+        """No layer has a window; transformers reads the key without using it."""
+        if c["sliding_window"] is not None:
+            c.integer("sliding_window")
         return {}
 
     def to_hf(self, args: NemotronHArgs) -> dict:
@@ -322,7 +326,13 @@ def pattern_key(c: HFConfig) -> str:
 
 def layer_kinds(c: HFConfig) -> list[str]:
     """Return each published layer's kind."""
-    key = pattern_key(c)
+    key, listed = pattern_key(c), c["layer_types"]
+    if "layer_types" in c.names and (
+        listed is None or c.get("layers_block_type", listed) != listed
+    ):
+        c.refuse("layer_types", "a list as in layers_block_type, or no such key, is needed")
+    if c.is_null(key):
+        c.refuse(key, "it needs a value, or no such key")
     given = c.get(key, "ME*-")  # transformers' default
     known = LETTERS if key == "hybrid_override_pattern" else KINDS
     valid = isinstance(given, str if known is LETTERS else list) and len(given) > 0

@@ -16,7 +16,7 @@
 
 #include "cpu_products.h"
 
-enum Activation { SILU, CLAMPED, GELU };  // ACTIVATIONS in cpu_experts.py
+enum Activation { SILU, CLAMPED, GELU, RELU_SQUARED };  // ACTIVATIONS in cpu_experts.py
 
 static float activate(int kind, float limit, float alpha, float gate, float up) {
   if (kind == SILU) return gate / (1 + std::exp(-gate)) * up;
@@ -24,6 +24,7 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return .5f * gate * (1 + std::tanh(inner)) * up;
   }
+  if (kind == RELU_SQUARED) return gate > 0 ? gate * gate : 0;  // of up alone
   gate = std::min(gate, limit);
   up = std::min(std::max(up, -limit), limit);
   return gate / (1 + std::exp(-alpha * gate)) * (up + 1);
@@ -34,16 +35,10 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
 struct Call;
 static void work(Call &call, int thread);
 
-#ifndef SHARES
-#define SHARES 75
-#endif
-#ifndef UP_PIECE
-#define UP_PIECE 8
-#endif
-#ifndef DOWN_PIECE
-#define DOWN_PIECE 16
-#endif
 constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
+constexpr int SHARES = 75;      // percent of the rows that are shared out in advance
+constexpr int UP_PIECE = 8;     // rows that a thread takes at once of the others, in phase 1
+constexpr int DOWN_PIECE = 16;  // in phase 2
 
 struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
   std::atomic<uint32_t> value{0};
@@ -216,7 +211,8 @@ struct Local {
 
 static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
   const Layer &layer = *call.layer;
-  const int64_t width = layer.w13.out / 2;
+  const int64_t width = layer.w2.in;
+  const bool gated = layer.w13.out > width;
   Rows all(width * pool.experts.size(), width, 1, UP_PIECE, thread, pool.count, pool.next_up);
   auto take = [&] {
     int64_t row = 0;
@@ -231,9 +227,9 @@ static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
     up.row += width;
     const int first = pool.first[u], count = pool.first[u + 1] - first;
     const int *tokens = pool.tokens.data() + first;
-    float *gates = own.out.data(), *ups = gates + count * ROWS;
-    dot_rows(gate, up, own.x, tokens, count, own.scratch.data(), gates);
-    dot_rows(up, next, own.x, tokens, count, own.scratch.data(), ups);
+    float *gates = own.out.data(), *ups = gated ? gates + count * ROWS : gates;
+    dot_rows(gate, gated ? up : next, own.x, tokens, count, own.scratch.data(), gates);
+    if (gated) dot_rows(up, next, own.x, tokens, count, own.scratch.data(), ups);
     for (int k = 0; k < count; k++)
       for (int r = 0; r < gate.rows; r++)
         pool.h[(first + k) * width + gate.row + r] = activate(
@@ -326,15 +322,17 @@ void run_experts(Call *call) {
 // Answer requests until there has been none for some seconds. flags, in pinned memory, has the
 // numbers of ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`.
 void serve(int32_t *flags, Call **calls, int most, double seconds) {
-  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16;
+  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17;
   using Clock = std::chrono::steady_clock;
   auto last = Clock::now();
   for (int n = 1;; n++) {
     const int32_t asked = __atomic_load_n(flags + ASKED, __ATOMIC_ACQUIRE);
     if (asked != flags[ANSWERED]) {
+      const auto start = Clock::now();
       run_experts(calls[flags[LAYER] * most + flags[TOKENS] - 1]);
       __atomic_store_n(flags + ANSWERED, asked, __ATOMIC_RELEASE);
       last = Clock::now();
+      flags[BUSY] += std::chrono::duration_cast<std::chrono::microseconds>(last - start).count();
     } else if (n % 4096) {
       _mm_pause();
     } else {

@@ -27,12 +27,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import (
-    FileResponse,
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-)
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from parallel import process_group
@@ -46,6 +41,7 @@ from server.constraints import grammar_tokens
 from server.errors import APIError
 from server.message_blocks import MessageBuilder
 from server.messages import PATH, count_tokens, error_body, read_message
+from server.page_files import page_response
 from server.plan import GenerationRequest, Limits, read_request
 from server.response_items import ResponsesBuilder
 from server.response_store import ItemStore
@@ -62,17 +58,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 # How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
 # decode step: the main thread would launch the next one late.
 SWITCH_SECONDS = 5e-4
-PAGE_FILES = {path.name: path for path in Path(__file__).with_name("page").iterdir()}
-PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE_HEADERS = {
-    # Only the server's own files: text of the model can neither run a script nor load an image.
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
-    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # a new version's files belong together
-}
 REQUEST_ID = "request-id"  # a header of Anthropic's API
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
 
@@ -87,6 +72,7 @@ class AppSettings:
     max_requests: int = 256  # that are read or wait at a time
     api_key: str | None = None
     cors_origin: str | None = None  # whose web pages may use the API
+    format: str | None = None  # the weights'
 
 
 def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettings) -> Starlette:
@@ -110,7 +96,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         Route("/metrics", guard(endpoints.metrics)),
         Route("/health", endpoints.health),
         Route("/", endpoints.chat_page),
-        Route("/page/{name}", endpoints.page_file),
+        Route("/page/{name:path}", endpoints.page_file),
     ]
     handlers = {
         APIError: endpoints.handle_api_error,
@@ -136,6 +122,7 @@ class Endpoints:
         self.reading = ThreadPoolExecutor(tokenizer.workers)
         self.requests = 0  # being read, waiting or answered
         self.items = ItemStore()
+        self.template_variables = tokenizer.vocabulary.template_variables()
         self.mailbox = Mailbox()
         scheduler.deliver = self.mailbox.deliver
         self.started = int(time.time())
@@ -298,6 +285,8 @@ class Endpoints:
             "owned_by": "moe-fast",
             "max_model_len": self.settings.limits.max_seq_len,
             "chat_template": self.tokenizer.has_chat_template,
+            "template_variables": self.template_variables,
+            "format": self.settings.format,
             # Anthropic's names.
             "type": "model",
             "display_name": self.settings.model_name,
@@ -336,10 +325,10 @@ class Endpoints:
         return self.send_page(request.path_params["name"])
 
     def send_page(self, name: str) -> Response:
-        if name not in PAGE_FILES:
-            raise HTTPException(404, "Not Found")
-        media_type = PAGE_TYPES.get(PAGE_FILES[name].suffix, "image/svg+xml")
-        return FileResponse(PAGE_FILES[name], media_type=media_type, headers=PAGE_HEADERS)
+        try:
+            return page_response(name)
+        except KeyError:
+            raise HTTPException(404) from None
 
     # Responses --------------------------------------------------------------------------------
 
@@ -411,6 +400,7 @@ def serve_session(
         max_requests=2 * options.max_queue + 64,
         api_key=options.api_key,
         cors_origin=options.cors_origin,
+        format=options.weights_format,
     )
     pool = TokenizerPool(directory, session.max_seq_len)
     app = make_app(scheduler, pool, settings)

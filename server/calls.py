@@ -2,9 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from server.call_parser import MARK, CallParser
 from server.constraints import answer_or_calls
 from tokenizer import Tokenizer
+from tool_calls.parser import CallParser
+from tool_calls.reading import control_markers, make_parser
 
 
 class CallSettings(NamedTuple):
@@ -43,30 +44,3 @@ class CallSettings(NamedTuple):
         marker = self.format.closer
         id = tokenizer.token_id(marker)
         return [control_markers(self.format, tokenizer).get(-1 if id is None else id, marker)]
-
-
-def control_markers(format: type[CallParser], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return {id: text in the answer} of the format's markers that are control tokens."""
-    ids = {name: tokenizer.token_id(name) for name in format.tokens}
-    return {
-        id: MARK + name
-        for name, id in ids.items()
-        if id is not None and not tokenizer.token_bytes(id)
-    }
-
-
-def make_parser(
-    format: type[CallParser],
-    tokenizer: Tokenizer,
-    schemas: dict[str, dict],
-    prefix: str = "",
-    *,
-    single: bool = False,
-) -> CallParser:
-    """Return a parser of one answer. prefix: that of the answer that is in the prompt."""
-    marked = {text.removeprefix(MARK): text for text in control_markers(format, tokenizer).values()}
-    parser = format(schemas, lambda name: marked.get(name, name), single)
-    for name, text in marked.items():
-        prefix = prefix.replace(name, text)
-    parser.pieces = parser.push(prefix)
-    return parser

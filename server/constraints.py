@@ -18,8 +18,8 @@ from torch import Tensor
 
 from runtime.logit_edits import ALL, mask_words
 from runtime.reasoning import ANSWER, make_splitter
-from server.arguments import find_pointer
 from tokenizer import Tokenizer
+from tool_calls.arguments import find_pointer
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10

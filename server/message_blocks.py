@@ -10,8 +10,8 @@ from server.answers import AnswerReader, Finished, TextDelta, server_sent_event
 from server.errors import APIError
 from server.messages import Item, MessagesBody, error_body
 from server.plan import GenerationRequest
-from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
+from tool_calls.formats import Piece, TextPiece
 
 
 class MessageBuilder:

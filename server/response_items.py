@@ -19,8 +19,8 @@ from server.errors import APIError
 from server.plan import GenerationRequest
 from server.response_store import ItemStore
 from server.responses import Item, ResponsesBody
-from server.tools import Piece, TextPiece
 from tokenizer import Tokenizer
+from tool_calls.formats import Piece, TextPiece
 
 
 class ResponsesBuilder:

@@ -17,11 +17,11 @@ from server.calls import CallSettings
 from server.constraints import forced_call
 from server.errors import FIELD_MESSAGES, whole_to_int
 from server.fill_in import fill_in_prompt
-from server.generic_tools import GENERIC, messages_with_tools
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
 from server.tokenizing import TokenizerPool
-from server.tools import NAME, find_format
 from tokenizer import Tokenizer
+from tool_calls.formats import NAME, find_format
+from tool_calls.generic import GENERIC, messages_with_tools
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_ANSWERS = 8  # the largest `n`

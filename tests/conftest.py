@@ -29,6 +29,8 @@ from tokenizer import load_tokenizer
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest.register_assert_rewrite("scripted_page")
+
 ROOT = Path(__file__).parents[1]
 HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"
 COMMON = dict(
@@ -186,7 +188,7 @@ FAMILIES = {
         transformers.GraniteMoeHybridConfig(
             **COMMON | {"num_hidden_layers": 4},
             intermediate_size=96,
-            shared_intermediate_size=80,
+            shared_intermediate_size=96,
             num_key_value_heads=2,
             num_local_experts=6,
             num_experts_per_tok=2,
@@ -218,8 +220,8 @@ FAMILIES = {
             chunk_size=64,
             n_routed_experts=12,
             num_experts_per_tok=3,
-            moe_intermediate_size=40,
-            moe_shared_expert_intermediate_size=80,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=96,
             routed_scaling_factor=2.5,
             time_step_min=1e-30,
         )
@@ -358,6 +360,52 @@ FAMILIES = {
             routed_scaling_factor=1.7,
             conv_bias=True,
             layer_types=["conv", "full_attention", "conv"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # Norms of q and k over all heads, half of each head rotated, an odd number of experts.
+    "minimax_m2": lambda: transformers.MiniMaxM2ForCausalLM(
+        transformers.MiniMaxM2Config(
+            **COMMON,
+            intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=11,
+            num_experts_per_tok=3,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+    # Softmax routing with a bias, two shared experts, RoPE in pairs, a dense first layer.
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeForCausalLM(
+        transformers.Ernie4_5_MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            moe_num_experts=12,
+            moe_k=3,
+            moe_num_shared_experts=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # A gate, norms around sublayers, muP, a window but in the last layer, which has no RoPE.
+    "afmoe": lambda: transformers.AfmoeForCausalLM(
+        transformers.AfmoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            route_scale=1.7,
+            mup_enabled=True,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),

@@ -452,13 +452,17 @@ def pair_twin(pair, total):
     return add_dot(total, fields(pair, np.int16), np.int32(1))
 
 
-def select_twin(first, second, codes):
-    """Replace `words._select`, which is the instruction prmt."""
-    table = np.concatenate([fields(part, np.int8) for part in (first, second)], -1)
-    code = codes.handle.data[..., None] >> np.arange(0, 16, 4) & 15
-    byte = np.take_along_axis(table, code & 7, -1)
-    data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
-    return tl.tensor(TensorHandle(data, tl.int32), first.type)
+def select_twin(word, table):
+    """Replace `words._select`, which is look-ups by the instruction prmt."""
+    found, words_of = [], [np.broadcast_to(t.handle.data, word.shape) for t in table]
+    parts = np.stack(words_of, -1).view(np.int8)
+    for shift in (0, 16):
+        for half in (0, 8):
+            code = word.handle.data[..., None] >> np.arange(shift, shift + 16, 4) & 15 ^ half
+            byte = np.take_along_axis(parts[..., half : half + 8], code & 7, -1)
+            data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
+            found.append(tl.tensor(TensorHandle(data, tl.int32), word.type))
+    return tuple(found)
 
 
 def replace_four_bits() -> None:
@@ -1069,7 +1073,7 @@ def gated_token_error(queries: int = 1) -> float:
 
 GQA_WAYS = {  # tile, most parts, most numbers of one part for several queries, bound of positions
     "many parts": (Blocks(32, 2), 64, 0, False),
-    "two parts of several blocks": (Blocks(32, 2), 2, 0, False),
+    "two parts of several blocks, or of two as one": (Blocks(32, 2, wide=True), 2, 0, False),
     "one part of several blocks": (Blocks(32, 2), 1, 1 << 30, False),
     "two blocks as one": (Blocks(64, 2, wide=True), 64, 0, False),
     "two blocks as one, bounded": (Blocks(64, 2, wide=True), 64, 0, True),

@@ -38,10 +38,11 @@ LIBRARY = {
     "offload": {"ops", "model", "formats", "runtime"},
     "hub": {"cli", "checkpoint", "model", "formats", "models", "gguf_files"},
 }
-LIBRARY["memory"] = set(LIBRARY) - {"checkpoint", "tokenizer"}
+LIBRARY["tool_calls"] = {"runtime", "tokenizer"}
+LIBRARY["memory"] = set(LIBRARY) - {"checkpoint", "tokenizer", "tool_calls"}
 MAY_IMPORT = LIBRARY | {
     "generate": set(LIBRARY),
-    "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer"},
+    "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer", "tool_calls"},
     "serve": {*LIBRARY, "generate", "server"},
     "convert_hf_checkpoint": {"cli", "models"},
     "quantize": {
@@ -83,6 +84,7 @@ THIRD_PARTY = {
     "offload": {"torch"},
     "hub": {"torch", "tqdm", "huggingface_hub"},
     "memory": {"torch"},
+    "tool_calls": set(),
 }
 INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/inductor_tuning.py"}
 # Imports inside a function: file -> imported packages, and why.

@@ -1,29 +1,33 @@
 """The chat in a terminal: commands, several lines, history, saved conversations."""
 
 import argparse
+import base64
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pexpect
 import pytest
 
 import cli.terminal
-from cli.chat import (
-    COMMANDS,
-    Chat,
+from cli.answer_printer import AnswerPrinter
+from cli.chat import COMMANDS, Chat, greeting, split_command
+from cli.clipboard import copy_text
+from cli.conversation import (
     Conversation,
-    greeting,
     is_conversation,
     load_messages,
+    load_tools,
     save_messages,
-    split_command,
 )
 from cli.report import format_statistics, format_turn, in_bytes, in_seconds
-from cli.terminal import LineReader, read_message
+from cli.terminal import LineReader, edit_text, read_message
+from tool_calls.reading import CallReader
 
 ROOT = Path(__file__).parents[1]
 USER = {"role": "user", "content": "import os"}
@@ -242,8 +246,10 @@ def test_a_chat_with_a_template(parrot, talk, capsys):
     first = {"role": "assistant", "content": "1"}
     assert parrot.asked == [[system, one], [system, one, first, two]]
     out, err = capsys.readouterr()
-    assert out == "hidden\n\n1\nhidden\n\n2\n"
-    assert err.splitlines()[0] == "1 token, context 10 of 40, first token after 1.5 s"
+    assert out == "1\n2\n"
+    folded, line = err.splitlines()[:2]
+    assert folded == "reasoning, 1 token: /reasoning shows it"
+    assert line == "1 token, context 10 of 40, first token after 1.5 s"
     talk.handle("/retry", "")
     assert parrot.asked[2] == parrot.asked[1] and parrot.seeds == [7, 7, 8]
     assert talk.conversation.messages[-1]["content"] == "3"
@@ -263,6 +269,164 @@ def test_a_chat_with_a_template(parrot, talk, capsys):
     talk.handle("/load", [{"role": "user", "content": "bad"}])
     talk.handle("/retry", "")
     assert talk.conversation.messages == [{"role": "user", "content": "bad"}]
+
+
+def test_reasoning_is_folded_and_can_be_shown(talk, capsys):
+    talk.handle("/reasoning", "")
+    assert capsys.readouterr().out == "the last answer has no reasoning\n"
+    talk.handle("", "one")
+    capsys.readouterr()
+    talk.handle("/reasoning", "")
+    assert capsys.readouterr().out == "hidden\n"
+
+
+def test_a_terminal_counts_the_reasoning_in_one_line():
+    shown = []
+    printer = AnswerPrinter(lambda *texts, **options: shown.append("".join(texts)))
+    printer.dims = True
+    for piece in ("I ", "think."):
+        printer.reasoning(piece)
+    for piece in ("", "Yes", "."):
+        printer.answer(piece)
+    printer.end(False)
+    assert [text.replace("\r\x1b[K", "<") for text in shown if text] == [
+        "<\x1b[2mreasoning, 1 token ...\x1b[0m",
+        "<\x1b[2mreasoning, 2 tokens ...\x1b[0m",
+        "<\x1b[2mreasoning, 2 tokens: /reasoning shows it\x1b[0m",
+        "Yes",
+        ".",
+    ]
+    assert (printer.reasoned, printer.text) == ("I think.", "Yes.")
+
+
+def test_the_last_message_is_edited(parrot, talk, capsys):
+    talk.handle("/edit", "none")
+    assert "no message to answer again" in capsys.readouterr().err
+    talk.handle("", "one")
+    talk.handle("", "two")
+    talk.handle("/edit", "three")
+    contents = [message["content"] for message in talk.conversation.messages]
+    assert contents == ["Python", "one", "1", "three", "3"]
+    talk.handle("/edit", "bad")  # the template refuses it
+    assert [message["content"] for message in talk.conversation.messages] == contents
+    assert talk.last_message() == "three"
+
+
+TOOLS = [{"type": "function", "function": {"name": "sun", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "sun", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+class Caller(Parrot):
+    """Calls a function twice, then answers."""
+
+    max_seq_len = 4000
+
+    def template_has(self, text: str) -> bool:
+        return text == "<tool_call>"
+
+    def token_id(self, name: str) -> None:
+        return None
+
+    def chat(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+        self.tools = tools
+        return super().chat(messages)
+
+    def generate(self, prompt, *arguments, on_text, **options) -> dict:
+        result = super().generate(prompt, *arguments, on_text=lambda text: None, **options)
+        text = "Done." if self.asked[-1][-1]["role"] == "tool" else f"I call. {CALL}{CALL}"
+        for letter in text:
+            on_text(letter)
+        return result | {"text": text, "finish_reason": "stop"}
+
+
+def test_calls_are_shown_and_answered(capsys):
+    caller = Caller()
+    options = argparse.Namespace(system=None, max_new_tokens=5, stop=[], ignore_eos=False)
+    talk = Chat(caller.generate, caller, caller, options, Seed(7), partial(CallReader, caller))
+    talk.handle("/tools", TOOLS)
+    assert "tools: sun" in capsys.readouterr().err
+    talk.handle("", "sun?")
+    out, err = capsys.readouterr()
+    call = 'call sun {"city": "Paris"}'
+    assert out == f"I call.\n{call}\n{call}\n"
+    assert err.endswith("the next message is the result of sun\n")
+    assert caller.tools == TOOLS
+    talk.handle("", "17 degrees")
+    assert len(caller.asked) == 1  # the other call has no result yet
+    talk.handle("", "18 degrees")
+    assert capsys.readouterr().out == "Done.\n"
+    asked, answer, *results = caller.asked[1]
+    assert asked["content"] == "sun?" and answer["content"] == "I call."
+    ids = [call["id"] for call in answer["tool_calls"]]
+    assert ids == ["call_1_0", "call_1_1"]
+    expected = zip(ids, ("17 degrees", "18 degrees"), strict=True)
+    assert [(r["tool_call_id"], r["content"]) for r in results] == list(expected)
+    assert {result["name"] for result in results} == {"sun"}
+    assert is_conversation(talk.conversation.messages)
+    talk.handle("/load", talk.conversation.messages[:2])  # before the results
+    assert "the next message is the result of sun" in capsys.readouterr().err
+    talk.handle("/tools", [])
+    assert talk.reader is None
+
+
+def test_conversations_with_calls_are_saved(tmp_path):
+    call = {"id": "a", "type": "function", "function": {"name": "sun", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "17"}
+    save_messages([USER, asked, result], tmp_path / "chat.json")
+    assert load_messages(tmp_path / "chat.json") == [USER, asked, result]
+    for damaged in (
+        [USER, result],
+        [USER, asked, {**result, "tool_call_id": "b"}],
+        [USER, asked, {**result, "tool_call_id": []}],
+        [USER, {**asked, "tool_calls": [{**call, "function": {"name": 5, "arguments": ""}}]}],
+        [USER, {**asked, "tool_calls": {}}],
+    ):
+        assert not is_conversation(damaged)
+
+
+@pytest.mark.parametrize("text", ("{", "[]", "{}", '[{"name": 5}]', '[{"function": {}}]', "5"))
+def test_files_without_functions_are_refused(tmp_path, text):
+    (tmp_path / "tools.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tools\.json"):
+        load_tools(tmp_path / "tools.json")
+
+
+def test_functions_are_read_with_and_without_a_wrapper(tmp_path):
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([TOOLS[0], {"name": "rain"}]))
+    assert [tool["function"]["name"] for tool in load_tools(path)] == ["sun", "rain"]
+    with pytest.raises(ValueError):
+        load_tools(tmp_path / "none.json")
+
+
+def test_a_message_of_several_lines_is_changed_in_the_editor(monkeypatch):
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", "sed -i s/one/two/")
+    assert edit_text("one\nand") == "two\nand"
+    monkeypatch.setenv("EDITOR", "false")
+    with pytest.raises(ValueError, match="set EDITOR"):
+        edit_text("one\nand")
+    monkeypatch.delenv("EDITOR")
+    with pytest.raises(ValueError, match="set EDITOR, or give /edit TEXT"):
+        edit_text("one\nand")
+    with pytest.raises(ValueError, match="/edit TEXT"):  # no terminal
+        edit_text("one")
+    assert edit_text(None) is None
+
+
+def test_the_desktops_program_copies(monkeypatch, tmp_path):
+    program = tmp_path / "xclip"
+    program.write_text(f"#!/bin/sh\ncat > {tmp_path}/copied\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert copy_text("caf\u00e9") == "copied 4 characters"
+    assert (tmp_path / "copied").read_text() == "caf\u00e9"
+    program.unlink()
+    monkeypatch.delenv("DISPLAY")
+    assert "no clipboard here" in copy_text("x")
 
 
 def test_other_ranks_print_and_write_nothing(talk, tmp_path, capsys):
@@ -321,6 +485,14 @@ def test_a_chat_in_a_terminal(start, folders, tmp_path):
     answers = first.split("import os", 1)[1], again.split("/retry", 1)[1]
     assert answers[0].split("6 tokens")[0] == answers[1].split("6 tokens")[0]
     assert "peak memory" in send(child, "/stats")
+    kept = load_messages(tmp_path / "chat.json")[1]["content"]
+    code = base64.b64encode(kept.encode()).decode()
+    assert f"\x1b]52;c;{code}\x07sent {len(kept)} characters" in send(child, "/copy")
+    child.sendline("/edit")
+    child.expect("import os")  # the message, to be changed
+    assert "6 tokens at" in send(child, "\x01# \x05 and sys")
+    assert "no reasoning" in send(child, "/reasoning")
+    assert "No such file" in send(child, "/tools x.json")
     assert "no file" in send(child, "/load nothing.json")
     assert "there is no command /zzz" in send(child, "/zzz")
     send(child, "/reset")
@@ -353,6 +525,26 @@ def test_a_chat_in_a_terminal(start, folders, tmp_path):
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
+
+
+def test_a_template_folds_reasoning_and_takes_tools(start, directory, tmp_path):
+    """The embedded model's text is reasoning: the template opens a block."""
+    model = tmp_path / "model_bf16"
+    shutil.copytree(directory, model)
+    path = model / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{# </think> #}"
+    config = json.loads(path.read_text()) | {"chat_template": template}
+    path.write_text(json.dumps(config))
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    child = start("--checkpoint_path", str(model))
+    assert "no chat template" not in child.before
+    assert "tools: sun" in send(child, "/tools tools.json")
+    assert "has no functions" in send(child, "/tools model_bf16/config.json")
+    shown = send(child, "import os")
+    assert re.search(r"reasoning, \d tokens?: /reasoning shows it", shown)
+    assert "6 tokens at" in shown and len(send(child, "/reasoning").splitlines()) > 1
+    child.sendline("/quit")
+    child.expect(pexpect.EOF)
 
 
 def test_the_history_is_bounded_and_may_be_missing(tmp_path, monkeypatch, caplog):

@@ -44,6 +44,26 @@ def write_config(folder, template) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "names"),
+    (
+        (
+            "{% if enable_thinking is defined and enable_thinking %}x{% endif %}",
+            {"enable_thinking"},
+        ),
+        (
+            "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}",
+            {"effort"},
+        ),
+        ("{% macro f(a) %}{{ a + thinking }}{% endmacro %}{{ f(1) }}", {"thinking"}),
+        ("{% set own = 1 %}{{ own }}{{ bos_token }}", {"bos_token"}),
+        ("{% damaged", set()),
+    ),
+)
+def test_the_variables_of_a_template_are_found(source, names):
+    assert ChatTemplate(source, {}, ()).variables == names
+
+
+@pytest.mark.parametrize(
     ("in_config", "files"),
     [
         (AS_LIST, {}),

@@ -21,6 +21,7 @@ REQUIRED = {
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv"] * 32},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
@@ -68,7 +69,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture):
     config.allow_global_per_layer_attribute_access = True
     assert args_from_hf({"architectures": [architecture], **required}) == args_from_hf(given)
     assert args_from_hf({"model_type": family.name, **required}) == args_from_hf(given)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}  # {}: no layer has RoPE
     rope = rope.get("sliding_attention", rope)  # Gemma 4 and Laguna have a set for each kind
     for key, value in family.defaults.items():
         if key in ("rope_theta", "rope_type", "partial_rotary_factor"):
@@ -77,7 +78,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture):
             assert getattr(config, key) == value, key
     for key, value in family.rope.items():
         assert config.rope_parameters[key] == value, key
-    assert rope["rope_theta"] == args_from_hf(given).rope_theta
+    assert not rope or rope["rope_theta"] == args_from_hf(given).rope_theta
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -256,6 +257,50 @@ REFUSED = {
         dict(norm_eps=0),
         dict(tie_embedding=1),
         dict(hidden_act="gelu"),
+        dict(rope_parameters={"rope_type": "dynamic"}),
+    ],
+    "MiniMaxM2": [
+        dict(rotary_dim=48),
+        dict(rotary_dim=0),
+        dict(rotary_dim="64"),
+        dict(partial_rotary_factor=0.3),
+        dict(scoring_func="softmax"),
+        dict(use_qk_norm=False),
+        dict(qk_norm_type="per_head"),
+        dict(use_routing_bias=False),
+        dict(shared_intermediate_size=1536),
+        dict(num_local_experts=0),
+        dict(rope_parameters={"rope_type": "dynamic"}),
+    ],
+    "Ernie4_5_Moe": [
+        dict(use_bias=True),
+        dict(moe_norm_min=0.1),
+        dict(moe_k=65),
+        dict(moe_k=None),
+        dict(num_experts=32),
+        dict(num_experts_per_tok=2),
+        dict(moe_num_experts=0),
+        dict(moe_num_shared_experts=-1),
+        dict(moe_layer_start_index=-1),
+        dict(moe_layer_end_index=-2),
+        dict(moe_layer_end_index="27"),
+        dict(moe_layer_interval=0),
+        dict(moe_intermediate_size=100),
+        dict(mlp_only_layers=[1]),
+        dict(rope_parameters={"rope_type": "dynamic"}),
+    ],
+    "Afmoe": [
+        dict(attention_bias=True),
+        dict(score_func="softmax"),
+        dict(route_norm=False),
+        dict(route_scale=0),
+        dict(mup_enabled=1),
+        dict(num_dense_layers=-1),
+        dict(num_shared_experts="2"),
+        dict(global_attn_every_n_layers=0),
+        dict(layer_types=["chunked_attention"] * 32),
+        dict(sliding_window=0),
+        dict(n_group=2),
         dict(rope_parameters={"rope_type": "dynamic"}),
     ],
     "GptOss": [

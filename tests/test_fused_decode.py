@@ -8,6 +8,7 @@ import torch
 
 import model
 import tp
+from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
@@ -173,19 +174,21 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "queries", "length", "bounds"),
+    ("name", "cache", "queries", "length", "bounds"),
     (
-        ("Qwen3-30B-A3B", 1, 32768, [256, None]),
-        ("Qwen3-30B-A3B", 1, 256, [None]),
-        ("Qwen3-30B-A3B", 4, 32768, [640, None]),
-        ("gpt-oss-20b", 1, 4096, [256, None]),  # layers with a window have one part
-        ("Qwen3.6-35B-A3B", 1, 4096, [128, None]),
-        ("DeepSeek-V2-Lite", 1, 32768, [None]),  # latent attention
+        ("Qwen3-30B-A3B", "plain", 1, 32768, [256, None]),
+        ("Qwen3-30B-A3B", "plain", 1, 256, [None]),
+        ("Qwen3-30B-A3B", "plain", 4, 32768, [640, None]),
+        ("Qwen3-30B-A3B", "int8", 1, 32768, [None]),
+        ("Qwen3-30B-A3B", "int8", 4, 32768, [640, None]),
+        ("gpt-oss-20b", "plain", 1, 4096, [256, None]),  # layers with a window have one part
+        ("Qwen3.6-35B-A3B", "plain", 1, 4096, [128, None]),
+        ("DeepSeek-V2-Lite", "plain", 1, 32768, [None]),  # latent attention
     ),
 )
-def test_steps_of_a_long_cache_have_a_bound_of_one_part(name, queries, length, bounds):
+def test_steps_of_a_long_cache_have_a_bound_of_one_part(name, cache, queries, length, bounds):
     model = on_meta(name, "bf16")
-    model.setup_cache(1, length)
+    model.setup_cache(1, length, KV_CACHES[cache])
     assert FusedRunner(model).reaches(queries, length) == bounds
 
 

@@ -380,14 +380,14 @@ def test_the_assembly_of_tables_finds_each_number(word):
     for numbers, function in ((levels, words.e2m1_table), (IQ4, words.iq4_table)):
         terms = re.findall("lanes ([+-]) (0x[0-9A-F]{8})", function.src)
         table = [int(sign + digits, 16) & 0xFFFFFFFF for sign, digits in terms]
-        for shift in (0, 16):
-            codes = word >> shift
-            first = run_assembly(text, _1=table[0], _2=table[1], _3=codes)["$0"]
-            other = (word ^ 0x88888888) >> shift
-            second = run_assembly(text, _1=table[2], _2=table[3], _3=other)["$0"]
-            sums = zip(first.to_bytes(4, "little"), second.to_bytes(4, "little"), strict=True)
-            found = [sum(byte - (byte >> 7 << 8) for byte in pair) for pair in sums]
-            assert found == [numbers[codes >> 4 * n & 15] for n in range(4)]
+        found = run_assembly(text, _4=word, **{f"_{5 + n}": table[n] for n in range(4)})
+        for half in (0, 1):
+            first, second = (found[f"${2 * half + n}"].to_bytes(4, "little") for n in (0, 1))
+            sums = [
+                sum(byte - (byte >> 7 << 8) for byte in pair)
+                for pair in zip(first, second, strict=True)
+            ]
+            assert sums == [numbers[word >> 16 * half + 4 * n & 15] for n in range(4)]
 
 
 @pytest.mark.parametrize("K", range(4))

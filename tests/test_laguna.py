@@ -15,7 +15,7 @@ from models.converter import convert
 from runtime.reasoning import CLOSE, OPEN, ThinkSplitter, make_splitter
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
-from server.tools import GlmParser, find_format
+from tool_calls.formats import GlmParser, find_format
 from tp import local_args, shard_problem
 
 GREEDY = Sampling(temperature=0)

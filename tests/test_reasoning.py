@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from cli.chat import AnswerPrinter
+from cli.answer_printer import AnswerPrinter
 from generate import chat, generate
 from runtime import reasoning
 from runtime.reasoning import ANSWER, HARMONY, REASONING, make_splitter
@@ -321,15 +321,20 @@ def test_a_call_ends_a_thought_that_was_not_closed(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", (False, True))
-def test_reasoning_is_dimmed_on_a_terminal_alone(monkeypatch, capsys, terminal):
+def test_reasoning_is_folded_on_a_terminal_and_hidden_elsewhere(monkeypatch, capsys, terminal):
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
     printer = AnswerPrinter(print)
     printer.reasoning("so")
     printer.answer("")
     printer.answer("Y")
     printer.answer("es")
-    thought = "\x1b[2mso\x1b[0m" if terminal else "so"
-    assert capsys.readouterr().out == f"{thought}\n\nYes"
+    out, err = capsys.readouterr()
+    line = "reasoning, 1 token: /reasoning shows it"
+    if not terminal:
+        assert (out, err) == ("Yes", line + "\n")
+        return
+    clear = "\r\x1b[K"
+    assert out == f"{clear}\x1b[2mreasoning, 1 token ...\x1b[0m{clear}\x1b[2m{line}\x1b[0m\nYes"
 
 
 def test_the_next_turn_has_the_answer_alone(tmp_path, monkeypatch, capsys):
@@ -343,11 +348,11 @@ def test_the_next_turn_has_the_answer_alone(tmp_path, monkeypatch, capsys):
         return stream_all(ids, *arguments)
 
     monkeypatch.setattr(session, "stream_all", recorded)
-    monkeypatch.setattr("generate.read_requests", lambda: iter([("", "a"), ("", "b")]))
+    monkeypatch.setattr("generate.read_requests", lambda last: iter([("", "a"), ("", "b")]))
     options = SimpleNamespace(system=None, max_new_tokens=100, stop=["o"], ignore_eos=False)
     chat(session, tokenizer, options, Sampling())
     assert prompts == ["[a]<think>", "[a][Yes.][b]<think>"]
-    assert capsys.readouterr().out == "so\n\nYes.\n" * 2
+    assert capsys.readouterr().out == "Yes.\n" * 2
 
 
 # Server -------------------------------------------------------------------------------------------

@@ -404,8 +404,27 @@ def test_models_health_and_unknown_pages(running):
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
     missing = httpx.get(f"{running.url}/v1/nothing")
     assert missing.status_code == 404 and "/v1/nothing" in missing.json()["error"]["message"]
+    (model,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert (model["format"], model["template_variables"]) == (None, [])  # LocalServer gives none
     page = httpx.get(running.url)
     assert page.headers["content-type"].startswith("text/html") and "http://" not in page.text
+
+
+def test_the_pages_files_have_their_types(running):
+    types = {
+        "main.js": "text/javascript",
+        "base.css": "text/css",
+        "icon.svg": "image/svg+xml",
+        "vendor/katex/katex.min.js": "text/javascript",
+        "vendor/katex/fonts/KaTeX_Main-Regular.woff2": "font/woff2",
+        "vendor/highlight/LICENSE.txt": "text/plain",
+    }
+    for name, kind in types.items():
+        found = httpx.get(f"{running.url}/page/{name}")
+        assert found.status_code == 200 and found.headers["content-type"].startswith(kind), name
+        assert found.headers["x-content-type-options"] == "nosniff"
+    for name in ("", "vendor", "vendor/", "../app.py", "%2e%2e/app.py", "vendor/../../app.py"):
+        assert httpx.get(f"{running.url}/page/{name}").status_code == 404, name
 
 
 # Answers side by side -------------------------------------------------------------------------

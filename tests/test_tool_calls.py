@@ -26,8 +26,8 @@ from server.response_store import ItemStore
 from server.responses import ResponsesBody, read_responses_request
 from server.schema import ChatCompletionBody
 from server.tokenizing import chat_ids
-from server.tools import MARK
 from tokenizer import load_tokenizer
+from tool_calls.formats import MARK
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 2048

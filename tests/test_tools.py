@@ -9,9 +9,8 @@ import random
 
 import pytest
 
-from server.arguments import Schema, typed_value
-from server.lenient_json import Repair, parse_json
-from server.tools import (
+from tool_calls.arguments import Schema, typed_value
+from tool_calls.formats import (
     FORMATS,
     MARK,
     CallPiece,
@@ -23,6 +22,7 @@ from server.tools import (
     QwenCoderParser,
     TextPiece,
 )
+from tool_calls.lenient_json import Repair, parse_json
 
 WEATHER = {
     "type": "object",

@@ -19,10 +19,10 @@ from test_tool_calls import (
 )
 
 from server.constraints import Constraint, grammar_tokens
-from server.generic_tools import messages_with_tools
 from server.plan import Limits, plan_request
 from server.schema import ChatCompletionBody
 from tokenizer import load_tokenizer
+from tool_calls.generic import messages_with_tools
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LIMITS = Limits(LENGTH, 1 << 20)

@@ -119,13 +119,25 @@ def iq4_table(zero):
 
 
 @jit
-def _select(first, second, codes):
-    """Return the bytes of two words that the lower four codes name; 0 or -1 for codes from 8 on."""
+def _select(word, table):
+    """Look up the lower four codes in both halves of a table, then the upper four: four words.
+
+    One block: the compiler takes more instructions for look-ups apart, in mxfp4 3 % of a layer.
+    """
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        (first, second, codes),
-        dtype=tl.int32,
+        """{
+        .reg .b32 upper, other;
+        xor.b32 other, $4, 0x88888888;
+        prmt.b32 $0, $5, $6, $4;
+        prmt.b32 $1, $7, $8, other;
+        shr.u32 upper, $4, 16;
+        shr.u32 other, other, 16;
+        prmt.b32 $2, $5, $6, upper;
+        prmt.b32 $3, $7, $8, other;
+        }""",
+        "=&r,=&r,=&r,=r,r,r,r,r,r",
+        (word, table[0], table[1], table[2], table[3]),
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -152,10 +164,7 @@ def dot_looked_up(word, x_low, x_high, low, high, table, SIGNED: tl.constexpr):
     iq4 it is -1 for the first half, which the 1 more makes up for, and 0 for the second.
     """
     if tl.target_info.is_cuda():
-        other = word ^ -0x77777778  # 0x88888888
-        first, second = _select(table[0], table[1], word), _select(table[2], table[3], other)
-        third = _select(table[0], table[1], word >> 16)
-        fourth = _select(table[2], table[3], other >> 16)
+        first, second, third, fourth = _select(word, table)
         if SIGNED:
             low = dot_bytes(second, x_low, dot_bytes(first, x_low, low, True), True)
             return low, dot_bytes(fourth, x_high, dot_bytes(third, x_high, high, True), True)

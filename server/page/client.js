@@ -16,11 +16,17 @@ const LOST =
   "The connection broke during the answer. The server was stopped, or the network is " +
   "down. The text so far is kept.";
 
-/** Return {name, context, template} of the served model. Raises ServerError. */
+/** Return {name, context, template, variables, format} of the served model. Raises ServerError. */
 export async function getModel(key) {
   const response = await request("v1/models", {headers: headers(key)});
   const model = (await response.json()).data[0];
-  return {name: model.id, context: model.max_model_len, template: model.chat_template !== false};
+  return {
+    name: model.id,
+    context: model.max_model_len,
+    template: model.chat_template !== false,
+    variables: model.template_variables ?? [],
+    format: model.format ?? "",
+  };
 }
 
 /** Yield the chunks of a streamed answer. Raises ServerError, and AbortError after an abort. */

@@ -1,5 +1,7 @@
 // The heat map: a row for each layer, a column for each expert, on a canvas.
 
+import {distance, largestDifference} from "./compare.js";
+
 const LIGHT = [
   "#f4f1ea",
   "#dcead9",
@@ -20,6 +22,11 @@ const DARK = [
   "#fdb36a",
   "#fdf1b8",
 ];
+// Less than in the other answer, the same, more.
+const DIFFERENCE = {
+  light: ["#1f4f9e", "#6d9fd3", "#c9dcee", "#f4f1ea", "#f6d3b4", "#e08a4a", "#a3480b"],
+  dark: ["#9cc9ff", "#4f8fd6", "#26456f", "#171a26", "#5f3416", "#c9702a", "#ffc18a"],
+};
 const INK = {
   light: {text: "#5b6370", bar: "#9aa5b8", path: "#e0356b", halo: "#ffffff", mark: "#101623"},
   dark: {text: "#a3adbd", bar: "#58627a", path: "#7ef0ff", halo: "#0b0d14", mark: "#ffffff"},
@@ -38,9 +45,9 @@ function isDark() {
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/** Return [r, g, b] of a value from 0 to 1. The square root separates small shares. */
+/** Return [r, g, b] of a value from 0 to 1. */
 function colorOf(value, stops) {
-  const at = Math.sqrt(Math.min(Math.max(value, 0), 1)) * (stops.length - 1);
+  const at = Math.min(Math.max(value, 0), 1) * (stops.length - 1);
   const low = Math.min(Math.floor(at), stops.length - 2);
   const part = at - low;
   const [from, to] = [channels(stops[low]), channels(stops[low + 1])];
@@ -49,10 +56,15 @@ function colorOf(value, stops) {
 
 const channels = hex => [1, 3, 5].map(n => parseInt(hex.slice(n, n + 2), 16));
 
-/** Return 256 colors, so that a cell costs one look-up. */
-function palette(dark) {
-  const stops = dark ? DARK : LIGHT;
-  return Array.from({length: 256}, (_, n) => colorOf(n / 255, stops));
+/** Return 256 colors, so that a cell costs one look-up. Square roots separate small values. */
+function palette(dark, isDifference) {
+  if (!isDifference) {
+    const stops = dark ? DARK : LIGHT;
+    return Array.from({length: 256}, (_, n) => colorOf(Math.sqrt(n / 255), stops));
+  }
+  const stops = DIFFERENCE[dark ? "dark" : "light"];
+  const spread = value => Math.sign(value) * Math.sqrt(Math.abs(value));
+  return Array.from({length: 256}, (_, n) => colorOf((spread(n / 127.5 - 1) + 1) / 2, stops));
 }
 
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
@@ -71,12 +83,12 @@ export class HeatMap {
 
   /**
    * Draw.
-   * counts: Counts. sorted: order each layer's experts by load. path: [{expert, weight}] of each
+   * counts: Counts. other: Counts to show the difference from, or null. sorted: order each layer's experts by load. path: [{expert, weight}] of each
    * layer, or []. size: {width, height} in pixels; the height is the most the map may take.
    */
-  show({counts, sorted, path, size}) {
-    Object.assign(this, {counts, path, dark: isDark()});
-    this.colors = palette(this.dark);
+  show({counts, other, sorted, path, size}) {
+    Object.assign(this, {counts, other, path, dark: isDark()});
+    this.colors = palette(this.dark, Boolean(other));
     this.orders = sorted
       ? Array.from({length: counts.layers}, (_, layer) => counts.ranking(layer))
       : [];
@@ -105,7 +117,7 @@ export class HeatMap {
   }
 
   draw() {
-    const largest = this.counts.largest() || 1;
+    const largest = this.largest();
     if (this.column < SMALLEST_CELL || this.row < SMALLEST_CELL) this.drawImage(largest);
     else this.drawCells(largest);
     this.drawLabels();
@@ -127,9 +139,53 @@ export class HeatMap {
     return this.orders.length ? this.orders[layer].indexOf(expert) : expert;
   }
 
+  /** Return the value of the strongest color. */
+  largest() {
+    const {counts, other} = this;
+    return (other ? Math.abs(largestDifference(counts, other).value) : counts.largest()) || 1;
+  }
+
   color(layer, column, largest) {
-    const share = this.counts.share(layer, this.expertAt(layer, column));
-    return this.colors[Math.min(255, Math.round((255 * share) / largest))];
+    const expert = this.expertAt(layer, column);
+    const share = this.counts.share(layer, expert) / largest;
+    if (!this.other) return this.colors[Math.min(255, Math.round(255 * share))];
+    const difference = share - this.other.share(layer, expert) / largest;
+    return this.colors[Math.min(255, Math.max(0, Math.round(127.5 * (difference + 1))))];
+  }
+
+  // What a file of the map needs: figures.js --------------------------------------------------
+
+  geometry() {
+    const width = this.spreadLeft() + SPREAD;
+    const height = this.top(this.counts.layers) + AXIS;
+    return {width, height, ink: INK[this.dark ? "dark" : "light"].text};
+  }
+
+  /** Return {x, y, w, h, color, title} of each cell, and of the bars beside them. */
+  cells() {
+    const {layers, experts} = this.counts;
+    const largest = this.largest();
+    const bar = INK[this.dark ? "dark" : "light"].bar;
+    const found = [];
+    for (let layer = 0; layer < layers; layer++) {
+      for (let column = 0; column < experts; column++) {
+        const expert = this.expertAt(layer, column);
+        const share = (100 * this.counts.share(layer, expert)).toFixed(1);
+        found.push({
+          x: GUTTER + column * this.column,
+          y: this.top(layer),
+          w: this.column - Math.min(1, this.column / 8),
+          h: this.row - Math.min(1, this.row / 8),
+          color: css(this.color(layer, column, largest)),
+          title: `layer ${layer}, expert ${expert}: ${share} %`,
+        });
+      }
+      const part = this.barOf(layer);
+      const title = `layer ${layer}: ${this.other ? "distance" : "spread"} ${part.toFixed(2)}`;
+      const [y, h] = [this.top(layer + 0.2), 0.6 * this.row];
+      found.push({x: this.spreadLeft(), y, w: Math.max(part * SPREAD, 1), h, color: bar, title});
+    }
+    return found;
   }
 
   drawCells(largest) {
@@ -166,37 +222,50 @@ export class HeatMap {
   }
 
   drawLabels() {
-    const {layers, experts} = this.counts;
-    const ink = INK[this.dark ? "dark" : "light"];
     Object.assign(this.context, {
-      fillStyle: ink.text,
+      fillStyle: INK[this.dark ? "dark" : "light"].text,
       font: "11px system-ui, sans-serif",
       textBaseline: "middle",
     });
-    this.context.textAlign = "right";
-    for (const layer of ticks(layers, Math.ceil(16 / this.row))) {
-      this.context.fillText(layer, GUTTER - 7, this.top(layer + 0.5));
+    for (const {x, y, text, align} of this.labels()) {
+      this.context.textAlign = align === "middle" ? "center" : align;
+      this.context.fillText(text, x, y);
     }
+  }
+
+  /** Return {x, y, text, align} of the labels; align: "start", "middle" or "end". */
+  labels() {
+    const {layers, experts} = this.counts;
+    const rows = ticks(layers, Math.ceil(16 / this.row)).map(layer => {
+      return {x: GUTTER - 7, y: this.top(layer + 0.5), text: layer, align: "end"};
+    });
     const y = this.top(layers) + AXIS / 2 + 2;
-    this.context.textAlign = "center";
     const step = Math.ceil(26 / this.column);
-    for (const expert of this.orders.length ? [] : ticks(experts, step)) {
-      this.context.fillText(expert, GUTTER + (expert + 0.5) * this.column, y);
-    }
-    this.context.textAlign = "left";
-    if (this.orders.length) this.context.fillText("most used first", GUTTER, y);
-    this.context.fillText("spread", this.spreadLeft(), y);
+    const columns = this.orders.length
+      ? [{x: GUTTER, y, text: "most used first", align: "start"}]
+      : ticks(experts, step).map(expert => {
+          return {x: GUTTER + (expert + 0.5) * this.column, y, text: expert, align: "middle"};
+        });
+    const bars = this.other ? "distance" : "spread";
+    return [...rows, ...columns, {x: this.spreadLeft(), y, text: bars, align: "start"}];
   }
 
   spreadLeft() {
     return GUTTER + this.counts.experts * this.column + GAP;
   }
 
-  /** A bar for each layer: its effective number of experts, as a part of all. */
+  /** Return the length of a layer's bar, from 0 to 1: its effective experts, or its distance. */
+  barOf(layer) {
+    const {counts, other} = this;
+    if (other) return distance(counts, other, layer);
+    return counts.tokens ? counts.effective(layer) / counts.experts : 0;
+  }
+
+  /** A bar for each layer. */
   drawSpread() {
     this.context.fillStyle = INK[this.dark ? "dark" : "light"].bar;
     for (let layer = 0; layer < this.counts.layers; layer++) {
-      const part = this.counts.tokens ? this.counts.effective(layer) / this.counts.experts : 0;
+      const part = this.barOf(layer);
       const height = Math.max(this.row - (this.row > 8 ? 5 : 1), 1.5);
       this.context.beginPath();
       this.context.roundRect(
@@ -307,18 +376,18 @@ function ticks(size, step) {
   return Array.from({length: Math.ceil(size / power)}, (_, n) => n * power);
 }
 
-/** Draw the color scale from 0 to the largest share, with a tick at the even share. */
-export function drawScale(canvas, even, largest) {
-  const colors = palette(isDark());
+/** Draw the color scale, with a tick at `even`, a part of its length, or null. */
+export function drawScale(canvas, even, isDifference) {
+  const colors = palette(isDark(), isDifference);
   const context = canvas.getContext("2d");
   [canvas.width, canvas.height] = [256, 12];
   for (let x = 0; x < 256; x++) {
     context.fillStyle = css(colors[x]);
     context.fillRect(x, 0, 1, 12);
   }
-  if (even >= largest) return;
+  if (even === null || even >= 1) return;
   context.fillStyle = isDark() ? "#ffffff" : "#101623";
-  context.fillRect(Math.round((255 * even) / largest), 0, 2, 12);
+  context.fillRect(Math.round(255 * even), 0, 2, 12);
 }
 
 /** Return a picture of the map on the page's background, as a PNG blob. */

@@ -108,14 +108,29 @@ class InlineParser {
     return [{type: "text", start: at + 1, end: at + 2}, at + 2];
   }
 
-  /** Formulas stay as they are: their underscores and stars are not emphasis. */
+  /** Formulas: their underscores and stars are not emphasis. */
   takeMath(at) {
     const open = this.text.slice(at, at + 2);
     const close = {"\\(": "\\)", "\\[": "\\]", $$: "$$"}[open];
-    if (!close || this.unclosed.has(close)) return null;
+    if (!close) return this.text[at] === "$" ? this.takeDollar(at) : null;
+    if (this.unclosed.has(close)) return null;
     const end = this.text.indexOf(close, at + 2);
     if (end < 0) this.unclosed.add(close);
-    return end < 0 ? null : [{type: "math", start: at, end: end + 2}, end + 2];
+    return end < 0 ? null : this.mathNode(at, end + 2, 2, open !== "\\(");
+  }
+
+  /** A formula between single dollars; pandoc's rules tell it from amounts of money. */
+  takeDollar(at) {
+    const end = this.text.indexOf("$", at + 1);
+    const isOpen = !/\w/.test(this.text[at - 1] ?? "") && /\S/.test(this.text[at + 1] ?? " ");
+    if (end <= at + 1 || !isOpen || this.text.slice(at, end).includes("\n")) return null;
+    const isClosed = /\S/.test(this.text[end - 1]) && !/\d/.test(this.text[end + 1] ?? "");
+    return isClosed ? this.mathNode(at, end + 1, 1, false) : null;
+  }
+
+  mathNode(start, end, marks, isDisplay) {
+    const tex = this.text.slice(start + marks, end - marks);
+    return [{type: "math", start, end, tex, isDisplay}, end];
   }
 
   takeCode(at) {

@@ -53,9 +53,9 @@ export class SidePanels {
     this.openDefault();
   }
 
-  /** Open the experts panel if there is room and the user has not closed it. */
+  /** Open the experts panel if there is room and the user has left it open. */
   openDefault() {
-    this.openExperts(WIDE.matches && (store.loadSettings().experts ?? true));
+    this.openExperts(WIDE.matches && store.loadSettings().experts === true);
   }
 
   chooseExperts(isOpen) {

@@ -1,43 +1,65 @@
-// The page: one conversation on the screen, one answer at a time.
+// The page: one conversation on the screen. Answers of other ones go on meanwhile.
 
+import {Answers, rateOf, tokensOf} from "./answers.js";
+import {addBranch, allAnswers, namedAnswers, switchBranch, versionOf} from "./branches.js";
 import {showCard} from "./card.js";
-import {applyChunk, isEmpty, newAnswer, requestBody, titleOf} from "./chat.js";
-import {getModel, streamAnswer} from "./client.js";
+import {THINKING, isEmpty, newAnswer, titleOf} from "./chat.js";
+import {ChatList} from "./chats.js";
+import {getModel} from "./client.js";
+import {Composer} from "./composer.js";
 import {Follower, SidePanels} from "./layout.js";
 import {MessageView} from "./message.js";
 import {ExpertsPanel} from "./panel.js";
-import {make} from "./render.js";
-import {Counts, Routing} from "./routing.js";
-import {connectSettings, fillSettings, readTools, samplingSettings} from "./settings.js";
-import {showChats} from "./sidebar.js";
+import {copyText, make} from "./render.js";
+import {connectSettings, fillSettings, requestSettings} from "./settings.js";
+import {connectShortcuts} from "./shortcuts.js";
 import * as store from "./store.js";
+import {keepTraces, loadTrace, saveTrace} from "./traces.js";
 import {welcome} from "./welcome.js";
 
 const $ = id => document.getElementById(id);
 const COMPLETION_TOKENS = 200; // default of a model that does not end its answers
 
 let chat = store.newChat();
-let model = {name: "moe-fast", context: 0, template: true};
-let running = null; // {chat, answer, controller} of the answer that streams
+let model = {name: "moe-fast", context: 0, template: true, variables: [], format: ""};
 const views = new Map(); // a message of the shown chat -> its MessageView
-const routings = new WeakMap(); // an answer -> its Routing; lost when the page is closed
-const panel = new ExpertsPanel($("log"));
+const answers = new Answers({onChange: showChange, onEnd: showEnd, onSave: save});
+const panel = new ExpertsPanel($("log"), {toast, openRecording, promptOf});
 const follower = new Follower($("log"), $("latest"));
 const sidePanels = new SidePanels(() => panel.draw());
+const composer = new Composer({
+  send,
+  isRunning,
+  stop,
+  editLast,
+  complain: toast,
+});
+const chats = new ChatList({
+  openId: () => chat.id,
+  isRunning: id => answers.runs.has(id),
+  // A chat whose answer streams is newer than what is stored.
+  find: id => (id === chat.id ? chat : (answers.runs.get(id)?.chat ?? store.loadChat(id))),
+  open: openChat,
+  start: startChat,
+  stop: found => answers.stop(found),
+  toast,
+});
 
 // Conversations --------------------------------------------------------------------------------
 
-/** Show a conversation. An answer that streams belongs to the one before: stop it first. */
 function openChat(next) {
-  stop();
   chat = next;
   $("system").value = chat.system;
-  $("status").textContent = "";
+  composer.open(chat);
   showMessages();
-  showAnswerExperts(chat.messages.findLast(message => message.role === "assistant"));
-  listChats();
+  const last = chat.messages.findLast(message => message.role === "assistant");
+  showExperts(last);
+  showRunning();
+  chats.show();
   follower.toEnd();
   showInAddress();
+  sidePanels.openSidebar(false);
+  loadTraces();
 }
 
 /** Put the conversation into the address, so that a reload shows it. */
@@ -47,40 +69,20 @@ function showInAddress() {
 
 function startChat() {
   openChat(store.newChat(store.loadSettings().system ?? ""));
-  sidePanels.openSidebar(false);
   $("text").focus();
 }
 
-function listChats() {
-  showChats($("chats"), store.listChats(), chat.id, {
-    open: id => {
-      openChat(store.loadChat(id) ?? store.newChat());
-      sidePanels.openSidebar(false);
-    },
-    rename: (id, title) => changeTitle(id, title),
-    remove: id => removeChat(id),
-  });
-}
-
-function changeTitle(id, title) {
-  const renamed = id === chat.id ? chat : store.loadChat(id);
-  if (renamed) store.saveChat(Object.assign(renamed, {title, named: true}));
-  listChats();
-}
-
-function removeChat(id) {
-  if (running?.chat.id === id) stop();
-  const removed = id === chat.id ? chat : store.loadChat(id);
-  store.deleteChat(id);
-  if (id === chat.id) startChat();
-  listChats();
-  const undo = make("button", {type: "button", textContent: "Undo"});
-  undo.onclick = () => {
-    if (removed) store.saveChat(removed);
-    $("toast").replaceChildren();
-    listChats();
-  };
-  toast(`Deleted "${removed?.title ?? ""}".`, undo);
+/** Load the experts of the shown answers from an earlier visit. */
+async function loadTraces() {
+  for (const message of allAnswers(chat.messages)) {
+    if (answers.routings.has(message) || !message.id) continue;
+    const routing = await loadTrace(message.id);
+    if (!routing || answers.routings.has(message)) continue;
+    answers.routings.set(message, routing);
+    views.get(message)?.refresh();
+    if (panel.message === message) showExperts(message);
+  }
+  panel.listOthers();
 }
 
 /** Keep the system prompt for this chat, and for new ones. */
@@ -96,8 +98,8 @@ function save(saved) {
   if (!saved.named) saved.title = titleOf(saved);
   if (!store.saveChat(saved))
     toast("The browser's storage is full. This chat is not saved: delete older ones.");
-  listChats();
-  showInAddress();
+  chats.show();
+  if (saved === chat) showInAddress();
 }
 
 function toast(text, ...nodes) {
@@ -113,6 +115,7 @@ function showMessages() {
   $("log").replaceChildren();
   if (!chat.messages.length && model.context) $("log").append(welcome(model, send));
   chat.messages.forEach(addView);
+  if (isRunning()) views.get(answers.of(chat).answer).update(false);
   showContext();
 }
 
@@ -120,9 +123,10 @@ function addView(message) {
   $("log").querySelector(".welcome")?.remove();
   const view = new MessageView(message, actions, {
     isPlain,
-    hasExperts,
+    hasExperts: answer => Boolean(answers.expertsOf(answer)),
     needsResult,
-    routingOf: answer => routings.get(answer),
+    routingOf: answer => answers.routings.get(answer),
+    context: () => model.context,
   });
   views.set(message, view);
   $("log").append(view.element);
@@ -131,8 +135,6 @@ function addView(message) {
 function isPlain() {
   return $("format").value === "plain" || ($("format").value === "auto" && !model.template);
 }
-
-const hasExperts = message => Boolean(routings.get(message)?.layers || message.heat);
 
 /** Whether a tool call of the last answer has no result yet. */
 function needsResult(call) {
@@ -147,23 +149,41 @@ function needsResult(call) {
 const actions = {
   edit(message, text) {
     if (!text.trim()) return;
-    cutAt(chat.messages.indexOf(message));
-    send(text);
+    stop();
+    const {role, files} = message;
+    replaceFrom(message, {role, content: text, ...(files && {files})});
+    answer(newAnswer());
   },
   regenerate(message) {
-    cutAt(chat.messages.indexOf(message));
-    answer(newAnswer());
+    stop();
+    const next = newAnswer();
+    // An empty answer, such as after an error, is no version.
+    if (isEmpty(message) && !message.reasoning && message === chat.messages.at(-1)) {
+      if (message.branches) next.branches = message.branches;
+      chat.messages.pop();
+      removeView(message);
+      chat.messages.push(next);
+    } else replaceFrom(message, next);
+    answer(next);
   },
   retry(message) {
     if (message.content) actions.continue(message);
     else actions.regenerate(message);
   },
   continue(message) {
-    cutAt(chat.messages.indexOf(message) + 1);
+    cutAfter(message);
     answer(message);
   },
+  version(message, to) {
+    stop();
+    switchBranch(chat.messages, chat.messages.indexOf(message), to);
+    save(chat);
+    showMessages();
+    showExperts(chat.messages.findLast(other => other.role === "assistant"));
+    loadTraces();
+  },
   experts(message) {
-    showAnswerExperts(message);
+    showExperts(message);
     sidePanels.openExperts(true);
   },
   sendResult(call, text) {
@@ -176,31 +196,53 @@ const actions = {
   },
 };
 
-/** Remove the messages from a number on. Answers among them can be brought back. */
-function cutAt(number) {
-  stop();
-  const all = [...chat.messages];
-  const removed = chat.messages.splice(number);
-  for (const message of removed) {
-    views.get(message)?.element.remove();
-    views.delete(message);
-  }
-  if (removed.some(message => message.role === "assistant" && !isEmpty(message)))
-    offerUndo(chat, all);
+/** Put another message in place of one and of those after it, which stay as a version. */
+function replaceFrom(message, next) {
+  const hadLater = message !== chat.messages.at(-1);
+  const {at} = versionOf(message);
+  const number = chat.messages.indexOf(message);
+  for (const removed of chat.messages.slice(number)) removeView(removed);
+  addBranch(chat.messages, number, next);
+  addView(next);
+  if (hadLater) offerUndo("Later messages are in the version before.", () => back(chat, next, at));
 }
 
-function offerUndo(changed, messages) {
-  const undo = make("button", {type: "button", textContent: "Undo"});
-  undo.onclick = () => {
-    $("toast").replaceChildren();
+/** Show the version of a message that was shown before. */
+function back(changed, message, at) {
+  if (chat === changed && chat.messages.includes(message)) actions.version(message, at);
+}
+
+/** Remove the messages after one. They can be brought back. */
+function cutAfter(message) {
+  stop();
+  const number = chat.messages.indexOf(message) + 1;
+  const removed = chat.messages.splice(number);
+  removed.forEach(removeView);
+  if (!removed.length) return;
+  const changed = chat;
+  const kept = [...chat.messages, ...removed];
+  offerUndo("Later messages were replaced.", () => {
     if (chat !== changed) return;
     stop();
-    chat.messages = messages;
+    chat.messages = kept;
     save(chat);
     showMessages();
+  });
+}
+
+function removeView(message) {
+  views.get(message)?.element.remove();
+  views.delete(message);
+}
+
+function offerUndo(text, undo) {
+  const button = make("button", {type: "button", textContent: "Undo"});
+  button.onclick = () => {
+    $("toast").replaceChildren();
+    undo();
     follower.toEnd();
   };
-  toast("Later messages were replaced.", undo);
+  toast(text, button);
 }
 
 /** Show only the last answer's tool calls with fields for results. */
@@ -210,158 +252,111 @@ function refreshCalls() {
 
 // Answers --------------------------------------------------------------------------------------
 
-function send(text) {
+function isRunning() {
+  return answers.runs.has(chat.id);
+}
+
+function send(text, files = []) {
   stop();
-  chat.messages.push({role: "user", content: text});
+  chat.messages.push({role: "user", content: text, ...(files.length && {files})});
   addView(chat.messages.at(-1));
   answer(newAnswer());
 }
 
 /** Request an answer, or the continuation of one, and show it as it arrives. */
-async function answer(message) {
-  const {tools, error} = readTools();
-  if (error) toast(error);
+function answer(message) {
+  const settings = requestSettings();
+  if (settings.error) toast(settings.error);
   if (!chat.messages.includes(message)) chat.messages.push(message);
   if (!views.has(message)) addView(message);
-  if (!routings.has(message)) routings.set(message, new Routing());
-  const run = {
-    chat,
-    answer: message,
-    controller: new AbortController(),
-    first: 0,
-    begun: message.count,
-  };
-  Object.assign(message, {error: "", finish: null, earlier: message.usage?.completion ?? 0});
-  running = run;
   follower.toEnd();
-  showRunning(run);
-  showAnswerExperts(message);
-  save(run.chat);
-  try {
-    await stream(run, tools);
-  } catch (error) {
-    if (!run.isDone) handleError(run, error);
-  }
-  finish(run);
+  const started = answers.start(chat, message, {model, key: $("key").value, settings});
+  composer.open(chat);
+  showRunning();
+  showExperts(message);
+  return started;
 }
 
-async function stream(run, tools) {
-  const settings = {...samplingSettings(), tools};
-  const body = requestBody(run.chat, run.answer, model, settings);
-  try {
-    await readStream(run, body);
-  } catch (error) {
-    // The limit is more than the context has left. Without a limit the server takes all of it.
-    if (error.kind !== "context" || !body.max_tokens) throw error;
-    delete body.max_tokens;
-    await readStream(run, body);
-  }
+function stop() {
+  answers.stop(chat);
 }
 
-async function readStream(run, body) {
-  for await (const chunk of streamAnswer(body, $("key").value, run.controller.signal)) {
-    if (run.isDone) return;
-    applyChunk(run.answer, routings.get(run.answer), chunk);
-    if (run.answer.count > run.begun) run.first ||= performance.now();
-    run.last = performance.now();
-    scheduleUpdate(run);
-  }
-}
-
-/** Update at the next frame, with at most a third of the time: long answers take longer. */
-function scheduleUpdate(run) {
-  if (run.frame || run !== running) return;
-  run.frame = requestAnimationFrame(() => {
-    run.frame = 0;
-    if (run !== running || performance.now() < (run.next ?? 0)) return;
-    const start = performance.now();
-    updateAnswer(run, false);
-    run.next = start + 3 * (performance.now() - start);
-  });
-}
-
-function updateAnswer(run, isFinal) {
-  views.get(run.answer).update(isFinal);
-  if (isFinal) refreshCalls();
-  if (run.answer.count > run.begun) $("status").textContent = rateOf(run);
-  if (!$("experts").hidden || isFinal) showAnswerExperts(run.answer);
+/** Show an answer that has changed. */
+function showChange(run) {
+  if (run.chat !== chat) return;
+  views.get(run.answer)?.update(false);
+  if (run.answer.count > run.begun) $("status").textContent = statusOf(run);
+  if (!$("experts").hidden && panel.message === run.answer) showExperts(run.answer);
   follower.follow();
 }
 
-/** Return tokens and tokens/s as text. Sets the answer's rate. */
-function rateOf(run) {
-  const tokens = (run.answer.usage?.completion ?? run.answer.count) - run.begun;
-  const seconds = (run.last - run.first) / 1000;
-  const rate = tokens > 1 && seconds > 0 ? ((tokens - 1) / seconds).toFixed(1) : "";
-  run.answer.rate = rate;
-  return rate ? `${tokens} tokens, ${rate}/s` : `${tokens} tokens`;
-}
-
-function handleError(run, error) {
-  run.answer.error = error.message;
-  if (error.kind === "key") askForKey();
-  if (!error.kind) console.error(error); // a mistake in the page
-}
-
-/** End a run, once: `stop` ends it before its request does. */
-function finish(run) {
-  if (run.isDone) return;
-  run.isDone = true;
-  const {answer: message} = run;
-  const routing = routings.get(message);
-  const hasUsage = message.usage && !message.error && message.finish !== "stopped";
-  if (hasUsage) message.count = message.usage.completion;
-  const known = {total: 0, reasoning: 0, ...message.usage, completion: message.count};
-  message.usage = hasUsage ? known : {...known, ...leastTotal(run)};
-  const isCut = message.finish === "length";
-  message.isFull = isCut && Boolean(model.context) && message.usage.total >= model.context;
-  rateOf(run);
-  if (routing.layers) message.heat = routing.counts().pack();
-  running = null;
-  save(run.chat);
-  showRunning(null);
-  updateAnswer(run, true);
-  showEnd(run);
-}
-
-/** Return the usage that is certain after an answer without one: it was stopped, or it failed. */
-function leastTotal(run) {
-  const before = run.chat.messages.findLast(message => message.usage?.total)?.usage.total ?? 0;
-  return {total: before + run.answer.count - run.begun, isLeast: true};
+/** Return tokens and tokens/s as text. */
+function statusOf(run) {
+  const rate = rateOf(run);
+  return rate ? `${tokensOf(run)} tokens, ${rate}/s` : `${tokensOf(run)} tokens`;
 }
 
 /** Show and announce how an answer ended. */
 function showEnd(run) {
-  const {count, error, finish: reason} = run.answer;
+  const {answer: message} = run;
+  if (run.errorKind === "key") askForKey();
+  chats.show();
+  if (run.chat !== chat) return;
+  showRunning();
+  views.get(message)?.update(true);
+  refreshCalls();
+  const {count, error, finish} = message;
   const tokens = count - run.begun;
-  if (reason === "stopped" || error)
-    $("status").textContent = tokens ? `stopped after ${tokens} tokens` : "";
+  const isStopped = error || finish?.startsWith("stopped");
+  const stopped = tokens ? `stopped after ${tokens} tokens` : "";
+  $("status").textContent = isStopped ? stopped : statusOf(run);
   $("announce").textContent = error || `The answer has ended. ${$("status").textContent}`;
   showContext();
+  if (panel.message === message) showExperts(message);
+  panel.listOthers();
+  follower.follow();
 }
 
-function showRunning(run) {
-  $("send").textContent = run ? "Stop" : "Send";
-  $("send").classList.toggle("stop", Boolean(run));
-  if (run) $("status").textContent = "waiting";
-  if (run) views.get(run.answer).update(false);
-  panel.isLive = Boolean(run);
-}
-
-/** Stop the answer that streams. What has arrived stays. */
-function stop() {
-  const run = running;
-  if (!run) return;
-  run.answer.finish = "stopped";
-  finish(run);
-  run.controller.abort();
+function showRunning() {
+  const running = isRunning();
+  $("send").textContent = running ? "Stop" : "Send";
+  $("send").classList.toggle("stop", running);
+  $("status").textContent = running ? "waiting" : "";
+  panel.isLive = running;
 }
 
 /** Show the experts of an answer in the panel. */
-function showAnswerExperts(message) {
-  const routing = message && routings.get(message);
-  const counts = routing?.layers ? routing.counts() : Counts.unpack(message?.heat);
-  panel.show(counts && {routing: routing?.layers ? routing : null, counts});
+function showExperts(message) {
+  panel.show(message, answers.expertsOf(message));
+}
+
+/** Return the answers of this chat that the panel can compare, with names. */
+panel.others = () => {
+  return namedAnswers(chat.messages)
+    .map(found => ({...found, ...answers.expertsOf(found.message)}))
+    .filter(({counts}) => counts);
+};
+
+/** Return the text that an answer follows. */
+function promptOf(message) {
+  return chat.messages[chat.messages.indexOf(message) - 1]?.content ?? "";
+}
+
+/** Show the answers of a file as a chat, which is kept like any other. */
+function openRecording(name, {model: modelName, format, answers: recorded}) {
+  const next = Object.assign(store.newChat(), {title: name, named: true});
+  for (const {prompt, routing, text} of recorded) {
+    const heat = routing.counts().pack();
+    const message = {...newAnswer(), content: text, count: routing.length, finish: "stop", heat};
+    const usage = {completion: routing.length, total: 0, reasoning: 0};
+    Object.assign(message, {model: modelName, format, usage});
+    next.messages.push({role: "user", content: prompt}, message);
+    answers.routings.set(message, routing);
+    saveTrace(message.id, routing);
+  }
+  openChat(next);
+  save(next);
+  sidePanels.openExperts(true);
 }
 
 // The server's model ---------------------------------------------------------------------------
@@ -375,13 +370,16 @@ async function loadModel() {
   }
   $("ask_key").hidden = true;
   $("model").textContent = model.name;
+  $("model").title = [model.name, model.format].filter(Boolean).join(", ");
   document.title = model.name;
   document.body.classList.toggle("continues", !model.template);
   $("no_template").hidden = model.template;
+  $("thinking").hidden = !THINKING.some(name => model.variables.includes(name));
+  $("effort").hidden = !model.variables.includes("reasoning_effort");
   const hasDefault = store.loadSettings().max_tokens !== undefined;
   if (!model.template && !hasDefault && !$("max_tokens").value)
     $("max_tokens").value = COMPLETION_TOKENS;
-  if (!running) showMessages();
+  if (!isRunning()) showMessages();
 }
 
 function askForKey() {
@@ -423,55 +421,55 @@ function showContext() {
 
 // Events ---------------------------------------------------------------------------------------
 
-function growInput() {
-  const text = $("text");
-  const most = innerHeight / 3;
-  text.style.height = "auto";
-  text.style.overflowY = text.scrollHeight > most ? "auto" : "hidden";
-  text.style.height = Math.min(text.scrollHeight, most) + "px";
-}
-
-function submit(event) {
-  event.preventDefault();
-  if (running) return stop();
-  const text = $("text").value;
-  if (!text.trim()) return;
-  $("text").value = "";
-  growInput();
-  send(text);
-}
-
-function keyInText(event) {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    if (!running) $("form").requestSubmit();
-  }
-  if (event.key === "ArrowUp" && !$("text").value && !running) {
-    const last = chat.messages.findLast(message => message.role === "user");
-    if (last) event.preventDefault();
-    if (last) views.get(last).edit();
-  }
+/** Edit the last message of the user. Returns whether there is one. */
+function editLast() {
+  const last = chat.messages.findLast(message => message.role === "user");
+  if (last) views.get(last).edit();
+  return Boolean(last);
 }
 
 /** Escape closes what lies over the text, or stops the answer. */
 function keyAnywhere(event) {
-  if (event.key === "Escape" && !$("settings").open && !sidePanels.closeOverlay()) stop();
+  const isInDialog = document.querySelector("dialog[open]");
+  if (event.key === "Escape" && !isInDialog && !sidePanels.closeOverlay()) stop();
+}
+
+function copyLast() {
+  const last = chat.messages.findLast(message => message.content && message.role === "assistant");
+  const said = make("span", {textContent: "Copy"});
+  if (last) copyText(last.content, said).then(() => toast(`${said.textContent}: the last answer.`));
+}
+
+function toggle(dialog) {
+  if ($(dialog).open) $(dialog).close();
+  else $(dialog).showModal();
 }
 
 function connect() {
-  $("form").onsubmit = submit;
-  $("text").onkeydown = keyInText;
-  $("text").oninput = growInput;
-  $("clear").onclick = startChat;
   $("system").oninput = changeSystem;
   document.addEventListener("keydown", keyAnywhere);
   $("log").onpointerover = event => showCard($("card"), event.target);
   $("log").onpointerleave = () => showCard($("card"), null);
   $("open_settings").onclick = () => $("settings").showModal();
+  $("open_shortcuts").onclick = () => $("shortcuts").showModal();
   $("ask_key").onsubmit = useKey;
   $("key").onchange = () => store.saveKey($("key").value);
-  store.onOtherTab(listChats);
-  addEventListener("pagehide", stop); // saves the answer so far
+  store.onOtherTab(() => chats.show());
+  addEventListener("pagehide", () => answers.stopAll()); // saves the answers so far
+  connectShortcuts({
+    newChat: startChat,
+    search: () => {
+      sidePanels.openSidebar(true);
+      $("search").focus();
+    },
+    chatAbove: () => chats.step(-1),
+    chatBelow: () => chats.step(1),
+    copyLast,
+    experts: () => sidePanels.chooseExperts($("experts").hidden),
+    colors: () => $("colors").click(),
+    settings: () => toggle("settings"),
+    shortcuts: () => toggle("shortcuts"),
+  });
 }
 
 function useKey(event) {
@@ -481,10 +479,21 @@ function useKey(event) {
 }
 
 connect();
-connectSettings({onFormat: showMessages, onTheme: () => panel.draw()});
+connectSettings({
+  onFormat: showMessages,
+  onTheme: () => panel.draw(),
+  onColors: () => panel.draw(),
+});
 fillSettings();
+keepTraces(
+  new Set(
+    store
+      .allChats()
+      .flatMap(({messages}) => allAnswers(messages))
+      .map(({id}) => id),
+  ),
+);
 openChat(
   store.loadChat(location.hash.slice(1)) ?? store.newChat(store.loadSettings().system ?? ""),
 );
-growInput();
 loadModel();

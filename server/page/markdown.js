@@ -7,6 +7,7 @@ import {flatten, trim} from "./inline.js";
 
 const MAX_DEPTH = 16; // of nested quotes and lists: deeper ones would overflow the stack
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^\n]*)$/;
+const MATH = {$$: /\$\$[ \t]*$/, "\\[": /\\\][ \t]*$/}; // a line that opens a formula -> its end
 const HEADING = /^ {0,3}(#{1,6})(?=[ \t]|$)/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -42,6 +43,7 @@ function splitLines(source, from) {
 
 const BLOCKS = [
   takeFence,
+  takeMath,
   takeHeading,
   takeRule,
   takeQuote,
@@ -112,6 +114,19 @@ function takeFence(lines, n) {
   const body = lines.slice(n + 1, end).map(line => dedent(line, indent));
   const block = {type: "code", language: open[2].trim().split(/\s/)[0], lines: body};
   return [block, Math.min(end + 1, lines.length)];
+}
+
+/** A formula between lines of "$$", or of "\[" and "\]". Unclosed, it has all lines. */
+function takeMath(lines, n) {
+  const close = MATH[lines[n].text.trim()];
+  if (!close || indentOf(lines[n]) > 3) return null;
+  let end = n + 1;
+  while (end < lines.length && !close.test(lines[end].text)) end++;
+  const isClosed = end < lines.length;
+  const body = lines.slice(n + 1, end).map(line => line.text);
+  if (isClosed) body.push(lines[end].text.replace(close, ""));
+  const taken = lines.slice(n, end + 1);
+  return [{type: "math", lines: taken, tex: isClosed ? body.join("\n") : null}, n + taken.length];
 }
 
 function takeHeading(lines, n) {
@@ -278,5 +293,6 @@ function startsBlock(line) {
     !(marker.number !== 1 && marker.number >= 0)
   )
     return true;
+  if (MATH[line.text.trim()]) return true;
   return [FENCE, HEADING, RULE, QUOTE].some(start => start.test(line.text));
 }

@@ -1,13 +1,18 @@
 // The elements of one message of a conversation.
 
+import {versionOf} from "./branches.js";
+import {fileLabel} from "./composer.js";
 import {TextView, copyText, make} from "./render.js";
 import {tokenPieces} from "./tokens.js";
+
+const NAMES = {user: "You", assistant: "Model", tool: "Tool result"};
 
 /**
  * Shows a message and follows its changes.
  *
- * message: see chat.js. actions: edit, regenerate, retry, continue, experts, sendResult: functions
- * of the message. options: isPlain and routingOf, functions.
+ * message: see chat.js. actions: edit, regenerate, retry, continue, experts, version, sendResult:
+ * functions of the message. options: isPlain, hasExperts, needsResult and routingOf, functions;
+ * context: of the model, in tokens.
  */
 export class MessageView {
   constructor(message, actions, options) {
@@ -16,9 +21,9 @@ export class MessageView {
     this.answer = make("div", {class: isAnswer ? "answer" : "said"});
     this.tools = make("div", {class: "tools"});
     this.note = make("div", {class: "note"});
-    const name =
-      {user: "You", assistant: "Model", tool: "Tool result"}[message.role] ?? message.role;
+    const name = NAMES[message.role] ?? message.role;
     this.element = make("article", {class: `message ${message.role}`, "aria-label": name});
+    if (message.files?.length) this.element.append(fileList(message.files));
     this.element.append(this.answer, this.note, this.tools);
     if (isAnswer) this.text = new TextView(this.answer, this.pieces("content"));
     this.update(true);
@@ -35,6 +40,7 @@ export class MessageView {
     this.element.classList.toggle("running", !isFinal);
     if (message.role !== "assistant") {
       this.answer.textContent = message.content;
+      this.answer.hidden = !message.content && Boolean(message.files?.length);
     } else {
       this.showReasoning(isFinal);
       this.text.update(message.content, {isPlain: this.options.isPlain(), isFinal});
@@ -43,6 +49,13 @@ export class MessageView {
     if (isFinal) this.showNote();
     else this.note.replaceChildren();
     this.tools.replaceChildren(...(isFinal ? this.buttons() : []));
+  }
+
+  /** Show the texts anew, with the tokens of a routing that was loaded. */
+  refresh() {
+    this.text?.refresh();
+    this.reasoningText?.refresh();
+    this.tools.replaceChildren(...this.buttons());
   }
 
   showReasoning(isFinal) {
@@ -104,17 +117,33 @@ export class MessageView {
   buttons() {
     const {message, actions} = this;
     const copy = action("Copy", () => copyText(message.content, copy));
-    if (message.role === "user") return [action("Edit", () => this.edit()), copy];
+    if (message.role === "user")
+      return [...this.versions(), action("Edit", () => this.edit()), copy];
     if (message.role !== "assistant") return [copy];
-    const buttons = [copy, action("Regenerate", () => actions.regenerate(message))];
+    const buttons = [...this.versions(), copy];
+    buttons.push(action("Regenerate", () => actions.regenerate(message)));
     if (this.options.hasExperts(message))
       buttons.push(action("Experts", () => actions.experts(message)));
-    const rate = message.rate ? `, ${message.rate}/s` : "";
     if (message.usage)
-      buttons.push(
-        make("span", {class: "hint", textContent: `${message.usage.completion} tokens${rate}`}),
-      );
+      buttons.push(make("span", {class: "hint", textContent: statistics(message, this.options)}));
     return buttons;
+  }
+
+  /** Return the buttons that lead through the versions of this message. */
+  versions() {
+    const {at, count} = versionOf(this.message);
+    if (count < 2) return [];
+    const step = (label, text, to) => {
+      const button = action(text, () => this.actions.version(this.message, to));
+      button.setAttribute("aria-label", label);
+      button.disabled = to < 0 || to >= count;
+      return button;
+    };
+    const text = make("span", {textContent: `${at + 1} of ${count}`});
+    const group = make("span", {class: "versions", role: "group", "aria-label": "Versions"});
+    group.append(step("Version before", "\u2039", at - 1), text);
+    group.append(step("Version after", "\u203a", at + 1));
+    return [group];
   }
 
   /** Turn a user's message into an input field. */
@@ -136,8 +165,9 @@ export class MessageView {
     };
     const hint = make("span", {
       class: "hint",
-      textContent: "The messages after this one are replaced.",
+      textContent: "The messages from here on stay, as another version.",
     });
+    this.answer.hidden = false;
     this.answer.replaceChildren(input);
     this.tools.replaceChildren(send, cancel, hint);
     input.focus();
@@ -146,6 +176,34 @@ export class MessageView {
 
 function action(label, onclick) {
   return make("button", {type: "button", class: "quiet", textContent: label, onclick});
+}
+
+function fileList(files) {
+  const items = files.map(file => {
+    const text = make("pre", {tabIndex: 0, role: "group", textContent: file.text});
+    text.setAttribute("aria-label", file.name);
+    return make("details", {class: "file"}, make("summary", {}, fileLabel(file)), text);
+  });
+  return make("div", {class: "sent-files"}, ...items);
+}
+
+/** Return the line below an answer: tokens, speed, first token, model, context. */
+function statistics({usage, rate, first, model, format}, {context}) {
+  const speed = rate ? ` at ${rate}/s` : "";
+  const total = usage.total.toLocaleString("en");
+  const ofContext = context() ? ` of ${context().toLocaleString("en")}` : "";
+  return [
+    `${usage.completion} tokens${speed}`,
+    first && `first token after ${inSeconds(first)}`,
+    [model, format].filter(Boolean).join(", "),
+    usage.total && `context ${usage.isLeast ? "at least " : ""}${total}${ofContext}`,
+  ]
+    .filter(Boolean)
+    .join(" \u00b7 ");
+}
+
+function inSeconds(seconds) {
+  return seconds < 0.9995 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(1)} s`;
 }
 
 /** Return the nodes of the line below an answer: an error, or why the answer ended. */
@@ -163,6 +221,7 @@ function noteParts(message, actions) {
   const goOn = content ? ["Continue", actions.continue] : ["Answer again", actions.regenerate];
   if (error) return [error, "Retry", actions.retry];
   if (finish === "stopped") return [`Stopped after ${tokens} tokens.`, ...goOn];
+  if (finish === "stopped: closed") return [`The page was closed after ${tokens} tokens.`, ...goOn];
   if (finish !== "length") return [];
   if (isFull) return [`The context is full: ${usage.total} tokens. Start a new chat.`];
   if (content) return [`Cut at ${tokens} tokens.`, ...goOn];

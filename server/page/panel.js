@@ -1,6 +1,8 @@
-// The experts panel: heat map, replay, color legend.
+// The experts panel: heat map, replay, color legend. What it counts: instrument.js.
 
-import {HeatMap, drawScale, pictureOf} from "./heatmap.js";
+import {distance, largestDifference} from "./compare.js";
+import {HeatMap, drawScale} from "./heatmap.js";
+import {Instrument} from "./instrument.js";
 import {make} from "./render.js";
 import {expertColor} from "./routing.js";
 import {markToken, paintAll, view} from "./tokens.js";
@@ -9,38 +11,47 @@ const LEGEND = 12; // experts in the legend, at most
 const REPLAY_SECONDS = 6;
 const $ = id => document.getElementById(id);
 const percent = share => (100 * share).toFixed(share < 0.0995 ? 1 : 0) + " %";
+const points = share => `${share < 0 ? "\u2212" : "+"}${(100 * Math.abs(share)).toFixed(1)} points`;
 
 export class ExpertsPanel {
-  /** log: the element with the answers' texts. */
-  constructor(log) {
+  others = () => []; // answers to compare with, see Instrument
+
+  /** log: the element with the answers' texts. page: see Instrument. */
+  constructor(log, page) {
     this.log = log;
+    this.message = null; // the answer
     this.answer = null; // {routing or null, counts}
     this.position = null; // tokens of a replay; null: all
     this.map = new HeatMap($("heat"), {
       onCell: () => this.showCell(),
       onPick: cell => this.pick(cell),
     });
+    this.instrument = new Instrument(this, page);
     $("play").onclick = () => (this.playing ? this.stop() : this.play());
     $("position").oninput = () => this.seek(Number($("position").value));
     $("sorted").onchange = () => this.draw();
     $("layer").onchange = () => this.setLayer(Number($("layer").value));
-    $("save_map").onclick = () => this.savePicture();
     $("enlarge").onclick = () => this.enlarge();
     new ResizeObserver(() => this.draw()).observe($("map"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  /** Show an answer's experts. routing is null for an answer of an earlier visit. */
-  show(answer) {
-    if (answer?.routing !== this.answer?.routing || !answer) this.reset();
-    this.answer = answer;
+  /** Show an answer's experts. answer.routing is null for one whose tokens are not kept. */
+  show(message, answer) {
+    if (message !== this.message || !answer) this.reset();
+    Object.assign(this, {message, answer});
     const isEmpty = !answer?.counts.layers;
     $("experts_empty").hidden = !isEmpty;
     $("experts_body").hidden = isEmpty;
+    this.listOthers();
     if (isEmpty) return;
     this.fillLayers(answer.counts.layers);
     $("replay").hidden = !answer.routing;
     this.draw();
+  }
+
+  listOthers() {
+    this.instrument.list();
   }
 
   reset() {
@@ -59,15 +70,9 @@ export class ExpertsPanel {
     $("layer").value = view.layer = chosen;
   }
 
-  /** Return the counts that are shown: of all tokens, or of those before the replay's position. */
-  shown() {
-    const {routing, counts} = this.answer;
-    return routing && this.position !== null ? routing.counts(this.position) : counts;
-  }
-
   draw() {
     if (!this.answer?.counts.layers || $("experts").hidden) return;
-    const counts = this.shown();
+    const [counts, other] = this.instrument.shown(this.position);
     const {routing} = this.answer;
     const token = this.position ?? routing?.length;
     const isPathShown = routing && (this.position !== null || this.isLive);
@@ -75,8 +80,8 @@ export class ExpertsPanel {
       ? Array.from({length: routing.layers}, (_, layer) => routing.at(token - 1, layer))
       : [];
     const size = {width: $("map").clientWidth, height: this.mapHeight()};
-    this.map.show({counts, sorted: $("sorted").checked, path, size});
-    this.drawTexts(counts);
+    this.map.show({counts, other, sorted: $("sorted").checked, path, size});
+    this.drawTexts(counts, other);
   }
 
   mapHeight() {
@@ -84,16 +89,17 @@ export class ExpertsPanel {
     return Math.max(share * innerHeight, 160);
   }
 
-  drawTexts(counts) {
-    const largest = counts.largest();
-    drawScale($("scale"), counts.even, largest);
-    $("scale_most").textContent = `${percent(largest)} of the tokens`;
+  drawTexts(counts, other) {
+    const largest = this.map.largest();
+    drawScale($("scale"), other ? null : counts.even / largest, Boolean(other));
+    $("scale_least").textContent = other ? points(-largest) : "0";
+    $("scale_most").textContent = other ? points(largest) : `${percent(largest)} of the tokens`;
     $("experts_scope").textContent =
       `${counts.layers} layers, ${counts.experts} experts, ${counts.active} for each token. ` +
-      `${counts.tokens.toLocaleString("en")} tokens. Even load: ${percent(counts.even)}.`;
+      `${this.instrument.scope(counts)}. Even load: ${percent(counts.even)}.`;
     this.drawReplay();
     this.drawLegend(counts);
-    if (!this.map.cell) this.showCell();
+    this.readOut();
   }
 
   drawReplay() {
@@ -157,35 +163,35 @@ export class ExpertsPanel {
   }
 
   showCell() {
-    const cell = this.map.cell ?? view.picked;
-    if (!this.answer?.counts.layers) return;
-    const counts = this.shown();
+    if (!this.answer?.counts.layers || !this.map.counts) return;
     this.map.redraw();
-    $("readout").textContent =
-      cell && cell.layer < counts.layers ? this.describe(counts, cell) : summarize(counts);
+    this.readOut();
   }
 
-  describe(counts, {layer, expert}) {
-    const used = counts.values[layer * counts.experts + expert];
-    const times = counts.even ? counts.share(layer, expert) / counts.even : 0;
-    const effective = counts.effective(layer).toFixed(1);
-    const share = percent(counts.share(layer, expert));
-    return (
-      `Layer ${layer}, expert ${expert}: ${used} of ${counts.tokens} tokens (${share}), ` +
-      `${times.toFixed(1)} x the even load. ` +
-      `Spread of the layer: ${effective} of ${counts.experts} experts.` +
-      this.commonTexts(layer, expert)
-    );
+  /** Describe the cell under the pointer, the chosen one, or the whole map. */
+  readOut() {
+    const cell = this.map.cell ?? view.picked;
+    const {counts, other} = this.map;
+    const isCell = cell && cell.layer < counts.layers && cell.expert < counts.experts;
+    const texts = other ? [describeDifference, summarizeDifference] : [describe, summarize];
+    const text = isCell ? texts[0](counts, cell, other) : texts[1](counts, other);
+    const more = isCell
+      ? this.commonTexts(cell.layer, cell.expert)
+      : (this.instrument.chance() ?? "");
+    $("readout").textContent = text + more;
   }
 
   /** Return the tokens that an expert gets most often, as a sentence. */
   commonTexts(layer, expert) {
-    const {routing} = this.answer;
     const found = new Map();
-    if (!routing) return "";
-    for (let token = 0; token < (this.position ?? routing.length); token++) {
-      if (!routing.uses(token, layer, expert)) continue;
-      found.set(routing.texts[token], (found.get(routing.texts[token]) ?? 0) + 1);
+    for (const {routing} of this.instrument.parts()) {
+      if (!routing) continue;
+      const keep = this.instrument.keep(routing);
+      const length = routing === this.answer.routing ? this.position : null;
+      for (let token = 0; token < (length ?? routing.length); token++) {
+        if (!routing.uses(token, layer, expert) || (keep && !keep(token))) continue;
+        found.set(routing.texts[token], (found.get(routing.texts[token]) ?? 0) + 1);
+      }
     }
     const most = [...found]
       .sort((a, b) => b[1] - a[1])
@@ -225,15 +231,6 @@ export class ExpertsPanel {
     $("play").textContent = "Play";
   }
 
-  // Picture and size ---------------------------------------------------------------------------
-
-  async savePicture() {
-    const background = getComputedStyle($("experts")).backgroundColor;
-    const url = URL.createObjectURL(await pictureOf($("heat"), background));
-    make("a", {href: url, download: "experts.png"}).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10000);
-  }
-
   enlarge() {
     const isLarge = $("experts").classList.toggle("large");
     $("enlarge").setAttribute("aria-pressed", String(isLarge));
@@ -242,8 +239,44 @@ export class ExpertsPanel {
   }
 }
 
+function describe(counts, {layer, expert}) {
+  const used = counts.values[layer * counts.experts + expert];
+  const times = counts.even ? counts.share(layer, expert) / counts.even : 0;
+  const effective = counts.effective(layer).toFixed(1);
+  const share = percent(counts.share(layer, expert));
+  return (
+    `Layer ${layer}, expert ${expert}: ${used} of ${counts.tokens} tokens (${share}), ` +
+    `${times.toFixed(1)} x the even load. ` +
+    `Spread of the layer: ${effective} of ${counts.experts} experts.`
+  );
+}
+
+function describeDifference(counts, {layer, expert}, other) {
+  const shares = [counts, other].map(of => of.share(layer, expert));
+  return (
+    `Layer ${layer}, expert ${expert}: ${percent(shares[0])} of the tokens, ` +
+    `${percent(shares[1])} in the other answer (${points(shares[0] - shares[1])}). ` +
+    `Distance of the layer: ${distance(counts, other, layer).toFixed(2)}.`
+  );
+}
+
+/** Return the largest difference, and the layers that differ most, as text. */
+function summarizeDifference(counts, other) {
+  if (!counts.tokens || !other.tokens) return "One of the answers has no such tokens.";
+  const {layer, expert, value} = largestDifference(counts, other);
+  const distances = Array.from({length: counts.layers}, (_, n) => distance(counts, other, n));
+  const mean = distances.reduce((a, b) => a + b, 0) / counts.layers;
+  const far = distances.indexOf(Math.max(...distances));
+  return (
+    `Mean distance of the layers: ${mean.toFixed(2)} (0: the same load, 1: no common expert). ` +
+    `Farthest: layer ${far}, ${distances[far].toFixed(2)}. ` +
+    `Largest difference: expert ${expert} of layer ${layer}, ${points(value)}.`
+  );
+}
+
 /** Return the most used expert and the layer with the least spread, as text. */
 function summarize(counts) {
+  if (!counts.tokens) return "The answer has no such tokens.";
   const most = counts.values.indexOf(counts.values.reduce((a, b) => Math.max(a, b), 0));
   const layer = Math.floor(most / counts.experts);
   const expert = most % counts.experts;

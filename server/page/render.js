@@ -1,8 +1,10 @@
 // Markdown blocks to DOM elements. Everything is made by createElement and text nodes: the text of
 // a model is untrusted, and no string of it is ever parsed as HTML.
 
+import {highlight} from "./highlight.js";
 import {parseInline} from "./inline.js";
 import {parseMarkdown, parsePlain} from "./markdown.js";
+import {formula} from "./math.js";
 
 /** Create an element. attributes: its properties; "class" and "aria-*" are attributes. */
 export function make(name, attributes = {}, ...children) {
@@ -13,6 +15,18 @@ export function make(name, attributes = {}, ...children) {
   }
   element.append(...children);
   return element;
+}
+
+/** Create an icon: lines on a field of 20 by 20. path: of SVG. */
+export function icon(path) {
+  const names = ["svg", "path"].map(name =>
+    document.createElementNS("http://www.w3.org/2000/svg", name),
+  );
+  names[0].setAttribute("viewBox", "0 0 20 20");
+  names[0].setAttribute("aria-hidden", "true");
+  names[1].setAttribute("d", path);
+  names[0].append(names[1]);
+  return names[0];
 }
 
 /**
@@ -27,6 +41,18 @@ export class TextView {
     this.clear();
   }
 
+  /** Render again, once a library for formulas or code is there. */
+  refresh = () => {
+    if (this.isStale) return;
+    this.isStale = true; // one rendering for all formulas
+    queueMicrotask(() => {
+      this.isStale = false;
+      const {source, isPlain, isFinal} = this;
+      this.clear();
+      this.update(source, {isPlain, isFinal});
+    });
+  };
+
   clear() {
     this.element.replaceChildren();
     this.source = "";
@@ -35,7 +61,8 @@ export class TextView {
 
   /** Show a text. isFinal: parse all of it, since a later line may change an earlier block. */
   update(source, {isPlain, isFinal}) {
-    if (this.isFinal && isPlain === this.isPlain && source === this.source) return;
+    const isSame = this.isFinal && isPlain === this.isPlain && source === this.source;
+    if (isSame && this.element.childNodes.length) return;
     this.isFinal = isFinal;
     if (isFinal || isPlain !== this.isPlain || !source.startsWith(this.source)) this.clear();
     [this.isPlain, this.source] = [isPlain, source];
@@ -64,6 +91,8 @@ export class TextView {
         return make("hr");
       case "code":
         return this.code(block);
+      case "math":
+        return this.mathBlock(block);
       case "quote":
         return make("blockquote", {}, ...block.blocks.map(inner => this.block(inner)));
       case "list":
@@ -74,15 +103,9 @@ export class TextView {
   }
 
   code({language, lines}) {
-    const code = make("code");
-    for (const [n, {text, start}] of lines.entries()) {
-      const isLast = n === lines.length - 1;
-      code.append(
-        ...this.pieces(start, text.length),
-        ...(isLast ? [] : this.pieces(start + text.length, 1, "\n")),
-      );
-    }
     const source = lines.map(line => line.text).join("\n");
+    const colored = highlight(source, language, this.refresh);
+    const code = make("code", {}, ...this.codeLines(lines, colored ?? [{start: 0, end: Infinity}]));
     const button = make("button", {class: "quiet", type: "button", textContent: "Copy"});
     button.setAttribute("aria-label", "Copy code");
     button.onclick = () => copyText(source, button);
@@ -99,6 +122,52 @@ export class TextView {
       code,
     );
     return make("div", {class: "code"}, head, scrolling);
+  }
+
+  /** Return the nodes of code lines. colored: see `highlight`. */
+  codeLines(lines, colored) {
+    const nodes = [];
+    let at = 0; // of the line in the code
+    let n = 0; // the first colored range that ends after it
+    for (const [number, {text, start}] of lines.entries()) {
+      const end = at + text.length;
+      while (n < colored.length && colored[n].start < end) {
+        const from = Math.max(colored[n].start, at);
+        const to = Math.min(colored[n].end, end);
+        const pieces = to > from ? this.pieces(start + from - at, to - from) : [];
+        const {kind} = colored[n];
+        nodes.push(
+          ...(kind && pieces.length ? [make("span", {class: `hl-${kind}`}, ...pieces)] : pieces),
+        );
+        if (colored[n].end > end) break;
+        n++;
+      }
+      if (number < lines.length - 1) nodes.push(...this.pieces(start + text.length, 1, "\n"));
+      at = end + 1;
+      while (n < colored.length && colored[n].end <= at) n++;
+    }
+    return nodes;
+  }
+
+  mathBlock({lines, tex}) {
+    const source = lines.flatMap(({text, start}, n) => [
+      ...this.pieces(start, text.length),
+      ...(n < lines.length - 1 ? this.pieces(start + text.length, 1, "\n") : []),
+    ]);
+    return make(
+      "div",
+      {class: "formula-block", tabIndex: 0, role: "group", "aria-label": "Formula"},
+      this.math(tex, true, source),
+    );
+  }
+
+  /** Return a formula's element: the formula, and its source where tokens are colored. */
+  math(tex, isDisplay, source) {
+    const shown = tex === null ? null : formula(tex, isDisplay, this.refresh);
+    const code = make("code", {class: "source"}, ...source);
+    const element = make("span", {class: isDisplay ? "formula display" : "formula"}, code);
+    if (shown) element.append(make("span", {class: "shown"}, shown));
+    return element;
   }
 
   list({number, isLoose, items}) {
@@ -146,7 +215,7 @@ export class TextView {
       case "code":
         return [make("code", {}, ...texts())];
       case "math":
-        return [make("code", {class: "math"}, ...texts())];
+        return [this.math(node.tex, node.isDisplay, texts())];
       case "strong":
       case "em":
       case "del":

@@ -58,24 +58,71 @@ export class Routing {
     return this.chosen.subarray(offset, offset + this.active).includes(expert);
   }
 
-  /** Return the counts of the first `tokens` tokens. */
-  counts(tokens = this.length) {
+  /** Return the counts of the first `tokens` tokens. keep: a function of a token's number. */
+  counts(tokens = this.length, keep = null) {
+    if (keep) return this.filtered(tokens, keep);
     // The last result grows with a streamed answer: counting all tokens at each frame is too slow.
     const last = this.counted;
     const reuse = last && last.experts === this.experts && last.tokens <= tokens;
     const counts = reuse ? last : new Counts(this.layers, this.experts, this.active, 0);
-    for (; counts.tokens < tokens; counts.tokens++) this.countToken(counts);
+    for (; counts.tokens < tokens; counts.tokens++) this.countToken(counts, counts.tokens);
     this.counted = counts;
     return counts;
   }
 
-  countToken(counts) {
-    let n = counts.tokens * this.layers * this.active;
+  filtered(tokens, keep) {
+    const counts = new Counts(this.layers, this.experts, this.active, 0);
+    for (let token = 0; token < tokens; token++) {
+      if (!keep(token)) continue;
+      this.countToken(counts, token);
+      counts.tokens++;
+    }
+    return counts;
+  }
+
+  /** Return an object for IndexedDB. Weights have 16 bits: a part of the largest one. */
+  pack() {
+    const size = this.length * this.layers * this.active;
+    const {layers, active, experts, texts, spans} = this;
+    const largest = this.weights.subarray(0, size).reduce((a, b) => Math.max(a, b), 0) || 1;
+    const weights = Uint16Array.from(this.weights.subarray(0, size), weight =>
+      Math.round((65535 * Math.max(weight, 0)) / largest),
+    );
+    return {
+      layers,
+      active,
+      experts,
+      texts,
+      spans,
+      largest,
+      weights,
+      chosen: this.chosen.slice(0, size),
+    };
+  }
+
+  /** Return the Routing of a packed object, or null without one. */
+  static unpack(packed) {
+    if (!packed) return null;
+    const {layers, active, experts, texts, spans, largest, chosen} = packed;
+    const weights = Float32Array.from(packed.weights, part => (largest * part) / 65535);
+    const values = {layers, active, experts, texts, spans, chosen, weights, length: texts.length};
+    return Object.assign(new Routing(), values);
+  }
+
+  countToken(counts, token) {
+    let n = token * this.layers * this.active;
     for (let layer = 0; layer < this.layers; layer++) {
       for (let k = 0; k < this.active; k++)
         counts.values[layer * this.experts + this.chosen[n++]]++;
     }
   }
+}
+
+/** Return the bytes of 16-bit numbers as base64. */
+function toBase64(numbers) {
+  let text = "";
+  for (const byte of new Uint8Array(numbers.buffer)) text += String.fromCharCode(byte);
+  return btoa(text);
 }
 
 /** The number of tokens that chose each expert of each layer. */
@@ -99,6 +146,21 @@ export class Counts {
     return this.experts ? this.active / this.experts : 0;
   }
 
+  /** Return Counts of the same shape without tokens. */
+  blank() {
+    return new Counts(this.layers, this.experts, this.active, 0);
+  }
+
+  /** Return a copy with columns for this many experts, of which the last have no tokens. */
+  widened(experts) {
+    const wide = new Counts(this.layers, experts, this.active, this.tokens);
+    for (let layer = 0; layer < this.layers; layer++) {
+      const row = this.values.subarray(layer * this.experts, (layer + 1) * this.experts);
+      wide.values.set(row, layer * experts);
+    }
+    return wide;
+  }
+
   /** Return the experts of a layer, the most used first. */
   ranking(layer) {
     const row = this.values.subarray(layer * this.experts, (layer + 1) * this.experts);
@@ -118,13 +180,9 @@ export class Counts {
 
   /** Return an object for JSON. 16 bits a cell keep a conversation small in localStorage. */
   pack() {
-    const bytes = new Uint8Array(
-      Uint16Array.from(this.values, value => Math.min(value, 65535)).buffer,
-    );
-    let text = "";
-    for (const byte of bytes) text += String.fromCharCode(byte);
+    const values = Uint16Array.from(this.values, value => Math.min(value, 65535));
     const {layers, experts, active, tokens} = this;
-    return {layers, experts, active, tokens, values: btoa(text)};
+    return {layers, experts, active, tokens, values: toBase64(values)};
   }
 
   /** Return the counts of a packed object, or null if it is damaged. */
@@ -149,7 +207,7 @@ export class Counts {
 export function expertColor(expert, weight = 1) {
   const hue = (expert * 137.508 + 12) % 360;
   const alpha = 0.1 + 0.9 * Math.min(weight, 1);
-  // The lightness depends on the theme (style.css), so that text on it stays readable.
+  // The lightness depends on the theme (base.css), so that text on it stays readable.
   const shade = "var(--expert-lightness) var(--expert-chroma)";
   return `oklch(${shade} ${hue.toFixed(1)} / ${alpha.toFixed(2)})`;
 }

@@ -3,6 +3,8 @@
 
 const SETTINGS = "moe-fast:settings";
 const CHAT = "moe-fast:chat:";
+const DRAFT = "moe-fast:draft:";
+const MAX_DEPTH = 64; // of versions within versions
 
 /** localStorage, or an object with the same methods if the browser blocks it. */
 function openStorage() {
@@ -70,16 +72,24 @@ export function listChats() {
     .map(({id, title, updated}) => ({id, title, updated}));
 }
 
+/** Return all conversations, the newest first. */
+export function allChats() {
+  return listChats().map(({id}) => loadChat(id));
+}
+
+/** Return a new id. Not crypto.randomUUID: browsers offer it on https and localhost only. */
+export function newId() {
+  return Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+}
+
 export function newChat(system = "") {
-  // Not crypto.randomUUID: browsers offer it on https and localhost only.
-  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
-  return {id, title: "", named: false, updated: Date.now(), system, messages: []};
+  return {id: newId(), title: "", named: false, updated: Date.now(), system, messages: []};
 }
 
 /** Return a conversation, or null if it does not exist. */
 export function loadChat(id) {
   const chat = read(CHAT + id);
-  return isObject(chat) && Array.isArray(chat.messages) ? repairChat(id, chat) : null;
+  return repairChat(id, chat);
 }
 
 /** Save a conversation. Returns false if the browser's storage is full. */
@@ -100,6 +110,23 @@ function write(chat, replacer) {
 
 export function deleteChat(id) {
   storage.removeItem(CHAT + id);
+  storage.removeItem(DRAFT + id);
+}
+
+/** Return {text, files}: what was written in a chat and not sent. */
+export function loadDraft(id) {
+  const draft = read(DRAFT + id);
+  return isObject(draft) ? {text: text(draft.text), files: repairFiles(draft.files)} : EMPTY_DRAFT;
+}
+
+/** Keep a draft; an empty one is removed. */
+export function saveDraft(id, draft) {
+  if (!draft.text && !draft.files.length) return storage.removeItem(DRAFT + id);
+  try {
+    storage.setItem(DRAFT + id, JSON.stringify(draft));
+  } catch {
+    // Full storage: the input field still has it.
+  }
 }
 
 /** Call `handler` when another tab changes a conversation. */
@@ -112,31 +139,43 @@ export function onOtherTab(handler) {
 // What is kept may be of another version of the page, or changed by an extension or by hand: a
 // field of the wrong type gets its default, a message of the wrong type is left out.
 
-function repairChat(id, chat) {
+/** Return a chat from anywhere, such as an imported file, or null. It gets this id. */
+export function repairChat(id, chat) {
+  if (!isObject(chat) || !Array.isArray(chat.messages)) return null;
   return {
     id,
     title: text(chat.title),
     named: chat.named === true,
     updated: number(chat.updated),
     system: text(chat.system),
-    messages: chat.messages.map(repairMessage).filter(Boolean),
+    messages: repairMessages(chat.messages, 0),
   };
 }
 
-function repairMessage(message) {
+const repairMessages = (messages, depth) =>
+  messages.map(message => repairMessage(message, depth)).filter(Boolean);
+
+function repairMessage(message, depth) {
   if (!isObject(message) || !ROLES.includes(message.role)) return null;
   const {role} = message;
   const content = text(message.content);
-  if (role === "user") return {role, content};
   if (role === "tool") return {role, content, tool_call_id: text(message.tool_call_id)};
+  const branches = repairBranches(message.branches, depth);
+  const files = repairFiles(message.files);
+  if (role === "user") return {role, content, ...(files.length && {files}), ...branches};
   return {
     role,
+    id: text(message.id) || newId(),
     content,
+    ...branches,
     reasoning: text(message.reasoning),
     tool_calls: list(message.tool_calls).map(repairCall).filter(Boolean),
     finish: text(message.finish) || null,
     error: text(message.error),
     rate: text(message.rate),
+    first: number(message.first),
+    model: text(message.model),
+    format: text(message.format),
     count: number(message.count),
     isFull: message.isFull === true,
     ...(isObject(message.usage) && {usage: repairUsage(message.usage)}),
@@ -144,10 +183,29 @@ function repairMessage(message) {
   };
 }
 
+/** Return {branches}, or {} unless they are lists and one null, which marks the shown version. */
+function repairBranches(branches, depth) {
+  if (!Array.isArray(branches) || depth >= MAX_DEPTH) return {};
+  const isShown = branches.filter(tail => tail === null).length === 1;
+  const repaired = branches
+    .map(tail => (Array.isArray(tail) ? repairMessages(tail, depth + 1) : tail))
+    .filter(tail => tail === null || (Array.isArray(tail) && tail.length));
+  return isShown && repaired.length > 1 ? {branches: repaired} : {};
+}
+
+const repairFiles = files =>
+  list(files)
+    .filter(isObject)
+    .map(file => ({name: text(file.name), text: text(file.text)}));
+
 function repairCall(call) {
   if (!isObject(call?.function)) return null;
   const {name, arguments: values} = call.function;
-  return {id: text(call.id), type: "function", function: {name: text(name), arguments: text(values)}};
+  return {
+    id: text(call.id),
+    type: "function",
+    function: {name: text(name), arguments: text(values)},
+  };
 }
 
 function repairUsage({completion, total, reasoning, isLeast}) {
@@ -159,6 +217,7 @@ function repairUsage({completion, total, reasoning, isLeast}) {
   };
 }
 
+const EMPTY_DRAFT = {text: "", files: []};
 const ROLES = ["user", "assistant", "tool"];
 const isObject = value => value !== null && typeof value === "object" && !Array.isArray(value);
 const text = value => (typeof value === "string" ? value : "");

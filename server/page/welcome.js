@@ -3,7 +3,9 @@
 import {make} from "./render.js";
 
 const CHAT = {
-  text: "Each token has the color of the expert that the router weighs most.",
+  text:
+    "Turn on Colors to see each token's expert. Experts shows all layers of this " +
+    "Mixture-of-Experts model.",
   examples: [
     ["Explain", "Explain in five sentences how a Mixture-of-Experts model chooses its experts."],
     ["Write code", "Write a Python function for the longest common prefix of a list, with a test."],

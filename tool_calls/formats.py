@@ -14,8 +14,10 @@ from collections.abc import Generator
 from typing import ClassVar
 
 from runtime.reasoning import HARMONY_TOKENS, REASONING, HarmonyMessage, held_prefix
-from server.arguments import conform
-from server.call_parser import (
+from tokenizer import Tokenizer
+from tool_calls.arguments import conform
+from tool_calls.lenient_json import JsonScanner, Number, Repair, to_json
+from tool_calls.parser import (
     MARK,
     MAX_HEAD,
     NAME,
@@ -27,8 +29,6 @@ from server.call_parser import (
     ValueReader,
     beginnings,
 )
-from server.lenient_json import JsonScanner, Number, Repair, to_json
-from tokenizer import Tokenizer
 
 __all__ = [
     "FORMATS",

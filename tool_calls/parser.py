@@ -1,4 +1,4 @@
-"""An incremental parser of tool calls: the base class of the families' formats (server/tools.py).
+"""An incremental parser of tool calls: the base class of the families' formats (formats.py).
 
 A marker that is a control token has no text of its own: the answer has MARK and its name, so that
 ordinary text that spells the name is not a marker.
@@ -10,9 +10,16 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from runtime.reasoning import held_prefix
-from server.arguments import Schema, typed_value
-from server.lenient_json import JsonScanner, Repair, parse_json, parse_lenient, skip_space, to_json
 from tokenizer import Tokenizer
+from tool_calls.arguments import Schema, typed_value
+from tool_calls.lenient_json import (
+    JsonScanner,
+    Repair,
+    parse_json,
+    parse_lenient,
+    skip_space,
+    to_json,
+)
 
 MARK = "\ufdd1"  # before the name of a control token. A noncharacter: exchanged text has none.
 NAME = r"[\w.:/-]+"  # a function's name

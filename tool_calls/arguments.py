@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from server.lenient_json import Number, bare_atom, parse_json, parse_lenient
+from tool_calls.lenient_json import Number, bare_atom, parse_json, parse_lenient
 
 MAX_DEPTH = 32  # of combined schemas
 MAX_STEPS = 2000  # subschemas read for one value; a schema may refer to itself

@@ -7,7 +7,7 @@ instruct models have seen. Earlier calls and their results become text.
 import json
 from typing import Any
 
-from server.tools import HermesParser
+from tool_calls.formats import HermesParser
 
 GENERIC = HermesParser
 INSTRUCTIONS = """\

@@ -1,0 +1,175 @@
+"""A chat's messages, and the file that keeps them."""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli.command import describe_os_error
+
+MAX_FILE = 16 << 20  # bytes of a conversation
+KEPT = "role", "content", "tool_calls", "tool_call_id"  # fields of a message
+ROLES = "system", "user", "assistant", "tool"
+
+
+@dataclass
+class Conversation:
+    """Messages of a chat: {"role": one of ROLES, "content": text}.
+
+    An answer with calls has `tool_calls`, as in OpenAI's API, and a result `tool_call_id`.
+    """
+
+    system: str | None = None
+    messages: list[dict] = field(init=False)
+
+    def __post_init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, or none, and forget the rest."""
+        self.system = text or None
+        self.reset()
+
+    def load(self, messages: list[dict]) -> None:
+        """Replace all messages."""
+        self.messages = list(messages)
+        first = messages[0] if messages else {"role": ""}
+        self.system = first["content"] if first["role"] == "system" else None
+
+    def last(self, role: str) -> dict | None:
+        """Return the last message of a role."""
+        return next((m for m in reversed(self.messages) if m["role"] == role), None)
+
+    def open_calls(self) -> list[dict]:
+        """Return the calls of the last answer that have no result yet."""
+        answer = self.last("assistant")
+        if answer is None or self.messages[-1]["role"] == "user":
+            return []
+        done = {message.get("tool_call_id") for message in self.messages}
+        return [call for call in answer.get("tool_calls", ()) if call["id"] not in done]
+
+    def retract(self) -> str | None:
+        """Remove the last message of the user and its answer; return the message, or None."""
+        asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            return None
+        text = self.messages[asked[-1]]["content"]
+        del self.messages[asked[-1] :]
+        return text
+
+    def add(self, text: str, answer: str) -> None:
+        """Add a message of the user and its answer."""
+        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def add_result(self, call: dict, text: str) -> None:
+        """Add the result of a call."""
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+
+def load_messages(path: Path) -> list[dict]:
+    """Return the messages of a file. Raises ValueError for a file that holds no conversation."""
+    try:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file: give one written by /save")
+        if path.stat().st_size > MAX_FILE:
+            raise ValueError(f"{path} is over {MAX_FILE >> 20} MiB: give one written by /save")
+        messages = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(describe_os_error(error)) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text: give one written by /save") from None
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{path} is not JSON: give one written by /save") from None
+    if not is_conversation(messages):
+        fix = 'it must be a list of {"role": "user" or "assistant", "content": text}'
+        raise ValueError(f"{path} holds no conversation: {fix}")
+    return [{key: message[key] for key in KEPT if key in message} for message in messages]
+
+
+def is_conversation(messages: object) -> bool:
+    """Whether JSON is a list of messages, of which only the first may be the system's.
+
+    A result follows an answer whose calls have its id.
+    """
+    if not isinstance(messages, list):
+        return False
+    called: list[str] = []
+    for number, message in enumerate(messages):
+        allowed = ROLES[:3] if number == 0 else ROLES[1:]
+        if not isinstance(message, dict) or message.get("role") not in allowed:
+            return False
+        calls = message.get("tool_calls", [])
+        if not isinstance(message.get("content"), str) or not is_calls(calls):
+            return False
+        if message["role"] == "tool" and message.get("tool_call_id") not in called:
+            return False
+        called += [call["id"] for call in calls]
+    return True
+
+
+def is_calls(calls: object) -> bool:
+    """Whether JSON is a list of tool calls, as in OpenAI's API."""
+    return isinstance(calls, list) and all(
+        isinstance(call, dict)
+        and isinstance(call.get("id"), str)
+        and isinstance(function := call.get("function"), dict)
+        and all(isinstance(function.get(name), str) for name in ("name", "arguments"))
+        for call in calls
+    )
+
+
+def load_tools(path: Path) -> list[dict]:
+    """Return the functions of a file, as in OpenAI's API. Raises ValueError if it has none."""
+    try:
+        tools = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(describe_os_error(error)) from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON: give a list of functions") from None
+    found = [as_tool(tool) for tool in tools] if isinstance(tools, list) else []
+    if not found or None in found:
+        fix = 'give a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise ValueError(f"{path} has no functions: {fix}")
+    return found
+
+
+def as_tool(value: object) -> dict | None:
+    """Return a function, with or without its wrapper, as a tool; None if it is none."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    if not isinstance(function.setdefault("parameters", {"type": "object"}), dict):
+        return None
+    return {"type": "function", "function": {"description": "", **function}}
+
+
+def save_messages(messages: list[dict], path: Path) -> None:
+    """Write messages to a new file, or replace a conversation.
+
+    Raises ValueError for a file of another kind, or that cannot be written.
+    """
+    if os.path.lexists(path):
+        try:
+            load_messages(path)
+        except ValueError:
+            why = f"{path} is there and holds no conversation"
+            raise ValueError(f"{why}: give another name") from None
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
+        part.replace(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        part.write_text(json.dumps(messages, indent=1) + "\n")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise ValueError(describe_os_error(error)) from None

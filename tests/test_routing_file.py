@@ -1,0 +1,52 @@
+"""generate.py --save_routing: the experts of each new token."""
+
+import json
+
+import pytest
+import torch
+
+from cli.generate_options import build_parser, check_options
+from generate import run
+from runtime.loading import load_model
+from runtime.sampling import Sampling
+from runtime.session import Session
+from tokenizer import load_tokenizer
+
+GREEDY = ("--temperature", "0", "--dtype", "fp32", "--ignore_eos")
+
+
+def test_experts_are_those_of_the_pass_that_chose_each_token(directory, tmp_path, capsys):
+    path, prompts = tmp_path / "routing.json", ("import os\n", "def main():\n")
+    path.write_text("an earlier file")
+    arguments = [f"--prompt={prompt}" for prompt in prompts]
+    arguments += ["--checkpoint_path", str(directory), "--save_routing", str(path)]
+    run(build_parser().parse_args([*arguments, *GREEDY, "--max_new_tokens", "5"]))
+    found = json.loads(path.read_text())
+    assert found["moe_fast_routing"] == 1 and found["format"] == "bf16"
+    assert [answer["prompt"] for answer in found["answers"]] == list(prompts)
+    assert list(tmp_path.iterdir()) == [path]
+    model, tokenizer = load_model(directory, "cpu", torch.float32), load_tokenizer(directory)
+    session = Session(model, 64)
+    session.watch = True
+    for prompt, answer in zip(prompts, found["answers"], strict=True):
+        ids = tokenizer.encode(prompt)
+        assert len(answer["tokens"]) == len(answer["experts"]) == len(answer["weights"]) == 5
+        for text, experts, weights in zip(
+            *(answer[name] for name in ("tokens", "experts", "weights")), strict=True
+        ):
+            session.reset()
+            token = next(session.stream(ids, 1, Sampling(temperature=0)))
+            assert tokenizer.token_bytes(token).decode() == text
+            assert session.details[0].experts == experts
+            expected = torch.tensor(session.details[0].weights)
+            torch.testing.assert_close(torch.tensor(weights), expected, atol=1e-4, rtol=0)
+            ids.append(token)
+
+
+@pytest.mark.parametrize(
+    "options", (("--speculate", "lookup"), ("--interactive",), ("--save_routing", "/nowhere/x"))
+)
+def test_routing_that_cannot_be_saved_is_refused(options, tmp_path):
+    given = build_parser().parse_args(["--save_routing", str(tmp_path / "x"), *options])
+    with pytest.raises(ValueError, match="--save_routing"):
+        check_options(given)
