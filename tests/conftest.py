@@ -585,6 +585,7 @@ THINNED = {
     "test_the_best_that_fits_is_chosen": 2,
     "test_following_the_advice_is_never_refused": 2,
     "test_every_format_as_in_plain_pytorch": 3,
+    "test_every_key_is_read_as_transformers_does_or_refused": 2,
 }
 
 

@@ -40,7 +40,7 @@ def all_logits(directory: Path, tokens: Tensor, *sizes: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("sizes", ((), (64, 200), (1, 2, 129)))
+@pytest.mark.parametrize("sizes", ((), pytest.param((1, 2, 129), marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", ("laguna", "flint", "mellum", "kolibri1"))
 def test_a_long_prompt_matches_transformers(name, sizes, make_family):
     """Past the window and a ring's end."""
