@@ -31,8 +31,9 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from ops.halves import high_half, low_half
 from ops.launch import jit, tl
-from ops.products.operands import high_half, low_half, split_four
+from ops.products.operands import split_four
 from ops.products.units import first_byte, half, scale_and_min, second_byte
 from ops.products.words import (
     dot_bytes,

@@ -11,6 +11,7 @@ apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipel
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair
 
@@ -48,16 +49,6 @@ def load_norm(norm, chunk, s):
         return even, tl.load(norm + number + 1, mask=quad < s.quads, other=0.0)
     else:
         return load_x(norm, chunk, s)
-
-
-@jit
-def low_half(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-def high_half(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
 
 
 @jit

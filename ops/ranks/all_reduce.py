@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.halves import high_half, low_half
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.ranks.mailbox import Messages, TokenInbox, count_call, load_call, messages_of, receive
 
