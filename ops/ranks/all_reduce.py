@@ -53,16 +53,6 @@ class Push:
 
 
 @jit
-def _low_number(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-def _high_number(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
-
-
-@jit
 def _pack_bf16(low, high):
     """Round two fp32 to bf16 -> one 32-bit word, `low` in the lower half."""
     low = low.to(tl.bfloat16).to(tl.int16, bitcast=True)
@@ -88,7 +78,7 @@ def _load_message(x, weights, word, s: tl.constexpr):
             else:
                 bits = tl.load(x + begin, mask=word < N, other=0)
                 low += weight * (bits << 16 if s.bf16 else bits).to(tl.float32, bitcast=True)
-                high += weight * _high_number(bits)
+                high += weight * high_half(bits)
         return _pack_bf16(low, high) if s.bf16 else low.to(tl.int32, bitcast=True)
 
 
@@ -96,10 +86,10 @@ def _load_message(x, weights, word, s: tl.constexpr):
 def _sum_messages(bits, add, s: tl.constexpr):
     """Sum messages [N, WORDS], words of 32 bits -> one such row; add: None, or of the residual."""
     if s.bf16:
-        low, high = tl.sum(_low_number(bits), 0), tl.sum(_high_number(bits), 0)
+        low, high = tl.sum(low_half(bits), 0), tl.sum(high_half(bits), 0)
         if add is not None:
-            low = _low_number(add) + s.scale * low
-            high = _high_number(add) + s.scale * high
+            low = low_half(add) + s.scale * low
+            high = high_half(add) + s.scale * high
         total = _pack_bf16(low, high)
     else:
         total = tl.sum(bits.to(tl.float32, bitcast=True), 0)
