@@ -17,6 +17,7 @@ from math import gcd
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from formats import FORMATS
@@ -26,6 +27,7 @@ from formats.regroup import Regrouping
 from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
+from models.layers.mamba2 import GatedGroupNorm
 from models.layers.sandwich import Branches, SandwichAddNorm
 from models.row_shards import local_format, range_shards, shard_of
 from ops.declared import NoAdditions, SumAdditions
@@ -78,6 +80,19 @@ class ShardedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean = all_reduce_sum(x.float().square().mean(dim=-1, keepdim=True)) / self.ranks
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+
+
+class ShardedGroupNorm(nn.Module):
+    """Mamba-2's gated norm over one group of heads, which are sharded equally."""
+
+    def __init__(self, norm: GatedGroupNorm, ranks: int):
+        super().__init__()
+        self.weight, self.eps, self.ranks = norm.weight, norm.eps, ranks
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        y = y.float() * F.silu(gate.float())
+        mean = all_reduce_sum(y.square().mean(dim=-1, keepdim=True)) / self.ranks
+        return (y * torch.rsqrt(mean + self.eps) * self.weight.float()).to(gate.dtype)
 
 
 class AllReduceAddNorm(AddNorm):
@@ -182,12 +197,19 @@ class ShardedExperts(Experts):
     def __init__(self, experts: Experts, first: int, count: int, combines: bool):
         nn.Module.__init__(self)
         self.w13, self.w2, self.activation = experts.w13, experts.w2, experts.activation
+        self.kind = type(experts)  # of experts, which has what is between the two products
         self.choose_from = experts.n_expert
         self.first, self.n_expert, self.combines = first, count, combines
         if count < experts.n_expert:
             for module in (self.w13, self.w2):
                 for name, whole in module.named_parameters():
                     setattr(module, name, nn.Parameter(whole[:count], requires_grad=False))
+
+    def per_expert(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        return self.kind.per_expert(self, x, expert_indices)
+
+    def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
+        return self.kind.per_expert_grouped(self, x, expert_indices)
 
     def fused_decode_settings(self) -> NoAdditions | None:
         """Return None for some whole experts, which no kernel computes."""
@@ -410,6 +432,9 @@ class ModelShard:
                 attention = block.attention
                 attention.q_norm = ShardedRMSNorm(attention.q_norm, ranks)
                 attention.k_norm = ShardedRMSNorm(attention.k_norm, ranks)
+            norm = getattr(block.attention, "norm", None)
+            if isinstance(norm, GatedGroupNorm) and getattr(self.args, "mamba_groups", 1) % ranks:
+                block.attention.norm = ShardedGroupNorm(norm, ranks)
             if isinstance(block.ffn, MoE):
                 experts = block.ffn.experts
                 count, first = experts.n_expert, 0

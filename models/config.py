@@ -201,7 +201,8 @@ class HFConfig(dict):
         """Raise ValueError for a null that means nothing."""
         family = self.family
         for key in sorted(self.nulls - {*NULLABLE, *family.nullable, *but}):
-            if family.defaults.get(key, key if key in READ else None) is not None:
+            is_read = key in READ or key in family.only
+            if family.defaults.get(key, key if is_read else None) is not None:
                 raise unsupported(key, None, "it needs a value, or no such key")
 
     def __missing__(self, key: str):

@@ -70,6 +70,8 @@ class GraniteMoeHybrid(MambaFamily, GraniteFamily):
         mamba_d_state=256,
         mamba_d_conv=4,
         mamba_expand=2,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
     )
     field_of_key = GraniteFamily.field_of_key | {
         "shared_intermediate_size": "shared_intermediate",
@@ -79,8 +81,7 @@ class GraniteMoeHybrid(MambaFamily, GraniteFamily):
         "mamba_d_state": "mamba_state",
         "mamba_d_conv": "conv_width",
     }
-    nullable = *GraniteFamily.nullable, "position_embedding_type", "time_step_limit"
-    only = dict(mamba_conv_bias=True, mamba_proj_bias=False)
+    nullable = *GraniteFamily.nullable, "position_embedding_type"
     renamed_tensors = (
         *GraniteFamily.renamed_tensors,
         (".shared_mlp.input_linear.", ".mlp.shared_expert.gate_up_proj."),
@@ -90,20 +91,29 @@ class GraniteMoeHybrid(MambaFamily, GraniteFamily):
     def arg_fields(self, c: HFConfig) -> dict:
         inner = c.integer("mamba_expand") * c.integer("hidden_size")
         heads = c.integer("mamba_n_heads")
-        if c.setdefault("mamba_d_head", "auto") == "auto":
+        if c.setdefault("mamba_d_head", "auto") == "auto" and not c.is_null("mamba_d_head"):
             c["mamba_d_head"] = inner // heads
         if c.integer("mamba_d_head") * heads != inner:
             c.refuse("mamba_d_head", f"times mamba_n_heads = {heads}, {inner} is needed")
+        if not c.flag("mamba_conv_bias"):
+            c.refuse("mamba_conv_bias", "only true is")
+        if c.flag("mamba_proj_bias"):
+            c.refuse("mamba_proj_bias", "only false is")
+        rope = c.setdefault("position_embedding_type", None)
+        if not isinstance(rope, str | None):
+            c.refuse("position_embedding_type", "a name or null is needed")
         self.check_mamba(c, "mamba_n_heads", "mamba_n_groups", "mamba_d_conv")
         if c["mamba_n_groups"] != 1:
             c.refuse("mamba_n_groups", "only 1 is: the gated norm is over all heads")
-        return super().arg_fields(c) | {"has_rope": c.get("position_embedding_type") == "rope"}
+        return super().arg_fields(c) | {"has_rope": rope == "rope"}
 
     def window_fields(self, c: HFConfig) -> dict:
-        """Return which layers have attention. All have Mamba-2 if the file does not say."""
+        """Return which layers have attention."""
         if c["layer_types"] is None:
             c["layer_types"] = c.get("layers_block_type")
-        kinds = listed_kinds(c, (*MAMBA, *ATTENTION)) or ()
+        kinds = listed_kinds(c, (*MAMBA, *ATTENTION))
+        if kinds is None or not any(kind in ATTENTION for kind in kinds):
+            c.refuse("layer_types", "some layers must have attention")
         return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind in ATTENTION)}
 
     def to_hf(self, args: GraniteMoeHybridArgs) -> dict:

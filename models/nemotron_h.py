@@ -134,7 +134,7 @@ class NemotronH(MambaFamily):
         "routed_scaling_factor": "routed_scale",
         "norm_topk_prob": "norm_topk",
     }
-    nullable = "moe_latent_size", "num_key_value_heads"
+    nullable = ("moe_latent_size",)
     only = dict(
         mlp_hidden_act="relu2",
         mamba_hidden_act="silu",
@@ -168,6 +168,8 @@ class NemotronH(MambaFamily):
         c["num_hidden_layers"] = len(kinds)
         c.setdefault("rope_theta", 1e4)  # there is no RoPE
         c.setdefault("moe_latent_size", None)
+        c.count("num_nextn_predict_layers")  # heads for multi-token prediction
+        c.integer("moe_shared_expert_intermediate_size")
         self.check_mamba(c, "mamba_num_heads", "n_groups", "conv_kernel")
         blocks = paired(kinds)
         if blocks is None:
@@ -187,6 +189,9 @@ class NemotronH(MambaFamily):
         }
 
     def window_fields(self, c: HFConfig) -> dict:
+        """No layer has a window; transformers reads the key without using it."""
+        if c["sliding_window"] is not None:
+            c.integer("sliding_window")
         return {}
 
     def to_hf(self, args: NemotronHArgs) -> dict:
@@ -322,7 +327,13 @@ def pattern_key(c: HFConfig) -> str:
 
 def layer_kinds(c: HFConfig) -> list[str]:
     """Return each published layer's kind."""
-    key = pattern_key(c)
+    key, listed = pattern_key(c), c["layer_types"]
+    if "layer_types" in c.names and (
+        listed is None or c.get("layers_block_type", listed) != listed
+    ):
+        c.refuse("layer_types", "a list as in layers_block_type, or no such key, is needed")
+    if c.is_null(key):
+        c.refuse(key, "it needs a value, or no such key")
     given = c.get(key, "ME*-")  # transformers' default
     known = LETTERS if key == "hybrid_override_pattern" else KINDS
     valid = isinstance(given, str if known is LETTERS else list) and len(given) > 0

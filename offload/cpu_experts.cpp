@@ -16,7 +16,7 @@
 
 #include "cpu_products.h"
 
-enum Activation { SILU, CLAMPED, GELU };  // ACTIVATIONS in cpu_experts.py
+enum Activation { SILU, CLAMPED, GELU, RELU_SQUARED };  // ACTIVATIONS in cpu_experts.py
 
 static float activate(int kind, float limit, float alpha, float gate, float up) {
   if (kind == SILU) return gate / (1 + std::exp(-gate)) * up;
@@ -24,6 +24,7 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return .5f * gate * (1 + std::tanh(inner)) * up;
   }
+  if (kind == RELU_SQUARED) return gate > 0 ? gate * gate : 0;  // of up alone
   gate = std::min(gate, limit);
   up = std::min(std::max(up, -limit), limit);
   return gate / (1 + std::exp(-alpha * gate)) * (up + 1);
@@ -216,7 +217,8 @@ struct Local {
 
 static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
   const Layer &layer = *call.layer;
-  const int64_t width = layer.w13.out / 2;
+  const int64_t width = layer.w2.in;
+  const bool gated = layer.w13.out > width;
   Rows all(width * pool.experts.size(), width, 1, UP_PIECE, thread, pool.count, pool.next_up);
   auto take = [&] {
     int64_t row = 0;
@@ -231,9 +233,9 @@ static void gate_up(Call &call, Pool &pool, int thread, Local &own) {
     up.row += width;
     const int first = pool.first[u], count = pool.first[u + 1] - first;
     const int *tokens = pool.tokens.data() + first;
-    float *gates = own.out.data(), *ups = gates + count * ROWS;
-    dot_rows(gate, up, own.x, tokens, count, own.scratch.data(), gates);
-    dot_rows(up, next, own.x, tokens, count, own.scratch.data(), ups);
+    float *gates = own.out.data(), *ups = gated ? gates + count * ROWS : gates;
+    dot_rows(gate, gated ? up : next, own.x, tokens, count, own.scratch.data(), gates);
+    if (gated) dot_rows(up, next, own.x, tokens, count, own.scratch.data(), ups);
     for (int k = 0; k < count; k++)
       for (int r = 0; r < gate.rows; r++)
         pool.h[(first + k) * width + gate.row + r] = activate(

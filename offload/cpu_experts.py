@@ -40,7 +40,7 @@ PARTS = (
     *("codes", "high", "scale", "zero", "step"),
     *("scale_step", "scale_low", "zero_step", "zero_low", "bias"),
 )
-ACTIVATIONS = "silu", "clamped", "gelu"
+ACTIVATIONS = "silu", "clamped", "gelu", "relu_squared"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 UINT4, IQ4_XS, NO_SCALE, F16_PAIR = 6, 10, 11, 12  # of Scales
@@ -479,7 +479,8 @@ class CPUExperts:
                     continue
                 pairs = (experts == expert).nonzero().squeeze(-1)
                 rows = tokens[pairs].long()
-                gate, up = self.w13.multiply(x[rows].float(), expert).chunk(2, dim=-1)
-                h = self.w2.multiply(self.activation(gate, up), expert)
+                both = self.w13.multiply(x[rows].float(), expert)
+                parts = both.split(self.w2.width, dim=-1)  # gate and up, or up alone
+                h = self.w2.multiply(self.activation(*parts), expert)
                 y.index_add_(0, rows, h * weights[pairs].unsqueeze(-1))
         return y

@@ -8,6 +8,7 @@ they compute. Everything else runs the blocks as torch.compile makes them (runti
 import torch
 
 from model import MoE, Transformer
+from ops.declared import UNMEASURED, ExpertAdditions
 from ops.gpu import gpu_of
 from runtime.fused_decode import FusedRunner
 from runtime.fused_layer import fused_layers
@@ -20,16 +21,26 @@ KERNELS = "auto", "fused", "inductor"  # --decode_kernels
 def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRunner]:
     """Return what runs a compiled model's calls.
 
-    kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them. A
-    model may have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An
-    unknown name raises ValueError.
+    kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them, and
+    they have been measured. A model may have a `runner_class` and a `fused_runner_class` of its
+    own (offload/plan.py). An unknown name raises ValueError.
     """
     if kernels not in KERNELS:
         raise ValueError(f"decode_kernels {kernels!r}: it must be one of {', '.join(KERNELS)}")
     fused = kernels == "fused"
     if kernels == "auto":
-        fused = why_not_fused(model, model.norm.weight.device) is None
+        fused = why_not_fused(model, model.norm.weight.device) is None and is_measured(model)
     return fused_runner(model) if fused else getattr(model, "runner_class", CompiledRunner)
+
+
+def is_measured(model: Transformer) -> bool:
+    """Whether the kernels of all experts' activations have run on a GPU."""
+    for block in model.layers:
+        added = getattr(block.ffn, "fused_decode_settings", lambda: None)()
+        activation = added.activation if isinstance(added, ExpertAdditions) else None
+        if activation is not None and activation.kind in UNMEASURED:
+            return False
+    return True
 
 
 def fused_runner(model: Transformer) -> type[FusedRunner]:

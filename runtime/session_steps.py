@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, Runner, Transformer
+from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, MoE, Runner, Transformer
 from ops.inductor import compiled, without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
@@ -103,7 +103,7 @@ class DecodeSteps(SessionRows):
     def make_watched(self) -> None:
         """Allocate the Details that a watched step writes."""
         args = self.model.args
-        sparse_layers = args.n_layer - len(set(args.dense_layers))
+        sparse_layers = sum(isinstance(block.ffn, MoE) for block in self.model.layers)
         self.routing_shape = 2, sparse_layers, args.n_active  # experts, then weights
         self.top = min(TOP_LOGPROBS, args.vocab_size)
         width = 1 + 2 * self.top + 2 * sparse_layers * args.n_active

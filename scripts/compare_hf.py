@@ -78,6 +78,10 @@ def sort_by_expert(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return experts, weights.gather(-1, order)
 
 
+# Families whose shared expert stands beside the others in transformers' block.
+SHARED_APART = ("granitemoehybrid",)
+
+
 def record_ours(model: Transformer, recorder: Recorder) -> None:
     """Record all operators of our model."""
     record = recorder.record
@@ -85,16 +89,22 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
     record(("", "embedding"), model.embedding, lambda i, o: o * scale.get(o.dtype, 1))
     next_norms = [block.attention_norm for block in model.layers[1:]] + [model.norm]
     for n, (block, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
-        layer, norm, ffn = f"layer {n}", block.ffn_norm, block.ffn
+        layer, ffn = f"layer {n}", block.ffn
+        norm = getattr(block, "ffn_norm", next_norm)
         record((layer, "attention norm"), block.attention_norm, lambda i, o: o)
         record((layer, "attention"), block.attention, lambda i, o: o)
         record((layer, "residual after attention"), norm, lambda i, o: i[0])
+        if norm is next_norm:  # a mixer alone
+            continue
         record((layer, "ffn norm"), norm, lambda i, o: o)
         if n not in model.args.dense_layers:
             record((layer, "router logits"), ffn.router, lambda i, o: o)
             record((layer, ROUTING), ffn, lambda i, o: sort_by_expert(*o[1:])[0])
             record((layer, "expert weights"), ffn, lambda i, o: sort_by_expert(*o[1:])[1])
-        record((layer, "sum of experts"), ffn, lambda i, o: getattr(o[0], "experts", o[0]))
+        if model.args.family in SHARED_APART:
+            record((layer, "sum of experts"), ffn.experts, lambda i, o: o)
+        else:
+            record((layer, "sum of experts"), ffn, lambda i, o: getattr(o[0], "experts", o[0]))
         record((layer, "residual after experts"), next_norm, lambda i, o: i[0])
     record(("", "last norm"), model.norm, lambda i, o: o)
     record(("", "logits"), model.head, lambda i, o: o)
@@ -103,6 +113,9 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
 def record_peer(peer: nn.Module, recorder: Recorder) -> None:
     """Record the same operators of transformers' model."""
     record = recorder.record
+    if hasattr(peer.model, "norm_f"):
+        record_pairs(peer, recorder)
+        return
     record(("", "embedding"), peer.model.embed_tokens, lambda i, o: o)
     for n, block in enumerate(peer.model.layers):
         layer, norm = f"layer {n}", block.post_attention_layernorm
@@ -113,7 +126,8 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
             norm, gate, ffn = block.pre_feedforward_layernorm, block.router, block.experts
             ffn_norm, scores = gate.norm, gate.proj
         record((layer, "attention norm"), block.input_layernorm, lambda i, o: o)
-        attention = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
+        kinds = (getattr(block, name, None) for name in ("self_attn", "linear_attn", "mamba"))
+        attention = next(kind for kind in kinds if kind is not None)
         record((layer, "attention"), attention, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after attention"), norm, lambda i, o: i[0])
         record((layer, "ffn norm"), ffn_norm, lambda i, o: o)
@@ -124,6 +138,28 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
         record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after experts"), block, lambda i, o: o)
     record(("", "last norm"), peer.model.norm, lambda i, o: o)
+    record(("", "logits"), peer.lm_head, lambda i, o: o)
+
+
+def record_pairs(peer: nn.Module, recorder: Recorder) -> None:
+    """Record a model with one mixer or FFN a layer (Nemotron), of which ours pairs two."""
+    record, model, n = recorder.record, peer.model, -1
+    record(("", "embedding"), model.embeddings, lambda i, o: o)
+    for block in model.layers:
+        is_ffn = block.block_type in ("moe", "mlp")
+        n += not is_ffn
+        layer, mixer = f"layer {n}", block.mixer
+        kind, name = ("ffn", "sum of experts") if is_ffn else ("attention", "attention")
+        record((layer, f"{kind} norm"), block.norm, lambda i, o: o)
+        if block.block_type == "moe":
+            gate = mixer.gate
+            record((layer, "router logits"), gate, lambda i, o: o[0])
+            record((layer, ROUTING), gate, lambda i, o: sort_by_expert(o[2], o[1])[0])
+            record((layer, "expert weights"), gate, lambda i, o: sort_by_expert(o[2], o[1])[1])
+        record((layer, name), mixer, lambda i, o: o[0] if isinstance(o, tuple) else o)
+        after = "residual after experts" if is_ffn else "residual after attention"
+        record((layer, after), block, lambda i, o: o)
+    record(("", "last norm"), model.norm_f, lambda i, o: o)
     record(("", "logits"), peer.lm_head, lambda i, o: o)
 
 

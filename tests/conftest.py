@@ -188,7 +188,7 @@ FAMILIES = {
         transformers.GraniteMoeHybridConfig(
             **COMMON | {"num_hidden_layers": 4},
             intermediate_size=96,
-            shared_intermediate_size=80,
+            shared_intermediate_size=96,
             num_key_value_heads=2,
             num_local_experts=6,
             num_experts_per_tok=2,
@@ -220,8 +220,8 @@ FAMILIES = {
             chunk_size=64,
             n_routed_experts=12,
             num_experts_per_tok=3,
-            moe_intermediate_size=40,
-            moe_shared_expert_intermediate_size=80,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=96,
             routed_scaling_factor=2.5,
             time_step_min=1e-30,
         )

@@ -65,6 +65,23 @@ ATTENTION = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "mamba.in_proj": "ssm_in",
+    "mamba.out_proj": "ssm_out",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.in_proj": "ssm_in",
+    "mixer.out_proj": "ssm_out",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "norm": "attn_norm",
     "eh_proj": "nextn.eh_proj",
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
@@ -96,8 +113,12 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "qwen2_moe": "qwen2moe",
     "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
     "lfm2_moe": "lfm2moe",
 }
+MAMBA = "granitehybrid", "nemotron_h_moe"
+PERMUTED = "llama", "granitemoe", "granitehybrid"  # rows of Q and K
 POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
 
 
@@ -112,6 +133,8 @@ def entries(config, state: dict[str, Tensor]) -> list[Entry]:
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
+        "model.embeddings.weight": "token_embd.weight",
+        "model.norm_f.weight": "output_norm.weight",
         "model.embedding_norm.weight": "token_embd_norm.weight",
     }
     shift = {"make": lambda t: t + 1, "moved": False} if arch.startswith("qwen3") else {}
@@ -140,6 +163,8 @@ def entries(config, state: dict[str, Tensor]) -> list[Entry]:
 def in_layer(arch: str, config, name: str, rest: str, shift: dict) -> list[Entry]:
     """Return the tensors made of one of a layer's. rest: its name within the layer."""
     path, leaf = rest.rsplit(".", 1) if "." in rest else (rest, "")
+    if arch in MAMBA and (made := of_mamba(config, name, rest)):
+        return made
     if made := special(arch, config, name, rest):
         return made
     theirs = ATTENTION[path]
@@ -148,7 +173,7 @@ def in_layer(arch: str, config, name: str, rest: str, shift: dict) -> list[Entry
     if path.endswith("norm") and path != "linear_attn.norm" and shift:
         return [Entry(f"{theirs}.{leaf}", (name,), **shift)]
     make = {}
-    if arch in ("llama", "granitemoe") and path in ("self_attn.q_proj", "self_attn.k_proj"):
+    if arch in PERMUTED and path in ("self_attn.q_proj", "self_attn.k_proj"):
         query = path.endswith("q_proj")
         heads = config.num_attention_heads if query else config.num_key_value_heads
         make = {"make": lambda t: permute(t, heads)}
@@ -199,6 +224,33 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
     if rest in plain:
         theirs, make = plain[rest]
         return [Entry(theirs, sources, make, False)]
+    return None
+
+
+def of_mamba(config, name: str, rest: str) -> list[Entry] | None:
+    """Return the tensors of a Mamba-2 layer, and of experts without a gate."""
+    sources, leaf = (name,), rest.split(".", 1)[-1]
+    groups = getattr(config, "n_groups", 1)
+    plain = {
+        "A_log": ("ssm_a", lambda t: -t.exp().unsqueeze(1)),
+        "D": ("ssm_d", lambda t: t.unsqueeze(1)),
+        "dt_bias": ("ssm_dt.bias", lambda t: t),
+        "conv1d.weight": ("ssm_conv1d.weight", lambda t: t.squeeze(1)),
+        "conv1d.bias": ("ssm_conv1d.bias", lambda t: t),
+        "norm.weight": ("ssm_norm.weight", lambda t: t.view(groups, -1)),
+        "gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
+    }
+    if rest.startswith(("mamba.", "mixer.")) and leaf in plain:
+        theirs, make = plain[leaf]
+        return [Entry(theirs, sources, make, False)]
+    if rest == "mixer.experts.up_proj":
+        return [Entry("ffn_up_exps.weight", sources)]
+    if rest == "mixer.experts.down_proj":
+        return [Entry("ffn_down_exps.weight", sources)]
+    if rest == "shared_mlp.input_linear.weight":
+        halves = [lambda t, n=n: t.chunk(2)[n].contiguous() for n in (0, 1)]
+        names = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"
+        return [Entry(n, sources, half) for n, half in zip(names, halves, strict=True)]
     return None
 
 
@@ -267,7 +319,9 @@ def plain(config) -> SimpleNamespace:
 def values(config) -> dict:
     """Return the architecture's values of a config, as the converter writes them."""
     c, arch = plain(config), ARCHITECTURES[config.model_type]
-    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    no_rope = {"rope_theta": 1e4, "rope_type": "default"}
+    rope = getattr(c, "rope_parameters", None) or no_rope
+    rope = rope.get("full_attention", rope)
     experts = next(
         getattr(c, key)
         for key in ("num_local_experts", "n_routed_experts", "num_experts")
@@ -275,13 +329,15 @@ def values(config) -> dict:
     )
     active = getattr(c, "top_k_experts", None) or c.num_experts_per_tok
     found = {
-        "block_count": c.num_hidden_layers,
+        "block_count": config.num_hidden_layers,
         "context_length": c.max_position_embeddings,
         "embedding_length": c.hidden_size,
         "feed_forward_length": getattr(c, "intermediate_size", 0),
         "attention.head_count": c.num_attention_heads,
         "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(getattr(c, "rms_norm_eps", 0) or c.norm_eps),
+        "attention.layer_norm_rms_epsilon": float(
+            getattr(c, "rms_norm_eps", 0) or getattr(c, "norm_eps", 0) or c.layer_norm_epsilon
+        ),
         "rope.freq_base": float(rope["rope_theta"]),
         "expert_count": experts,
         "expert_used_count": active,
@@ -329,7 +385,9 @@ def values(config) -> dict:
         }
     if arch == "qwen2moe":
         found["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
-    if arch == "granitemoe":
+    if arch in MAMBA:
+        found |= mamba_values(c, arch)
+    if arch in ("granitemoe", "granitehybrid"):
         found |= {
             "attention.scale": float(c.attention_multiplier),
             "embedding_scale": float(c.embedding_multiplier),
@@ -337,6 +395,42 @@ def values(config) -> dict:
             "logit_scale": float(c.logits_scaling),
         }
     return found | (gemma_values(c) if arch == "gemma4" else {})
+
+
+def mamba_values(c, arch: str) -> dict:
+    """Return the values of models with Mamba-2: those of layers with attention are arrays."""
+    kinds = c.layers_block_type if arch == "nemotron_h_moe" else c.layer_types
+    heads = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    found = {"attention.head_count_kv": heads}
+    if arch == "granitehybrid":
+        count, size, groups, state, width = (
+            *(c.mamba_n_heads, c.mamba_d_head, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv),
+        )
+        found |= {
+            "expert_shared_feed_forward_length": c.shared_intermediate_size,
+            "rope.scaling.finetuned": c.position_embedding_type == "rope",
+        }
+    else:
+        count, size, groups, state, width = (
+            *(c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel),
+        )
+        widths = {"mlp": c.intermediate_size, "moe": c.moe_intermediate_size}
+        found |= {
+            "feed_forward_length": [widths.get(kind, 0) for kind in kinds],
+            "expert_shared_feed_forward_length": c.moe_shared_expert_intermediate_size,
+            "expert_shared_count": 1,
+            "expert_weights_norm": c.norm_topk_prob,
+            "expert_weights_scale": float(c.routed_scaling_factor),
+            "expert_group_count": c.n_group,
+            "moe_latent_size": c.moe_latent_size,
+        }
+    return found | {
+        "ssm.conv_kernel": width,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.time_step_rank": count,
+        "ssm.inner_size": count * size,
+    }
 
 
 def sigmoid_values(c, arch: str, rope: dict) -> dict:

@@ -27,7 +27,7 @@ from runtime.session import Session
 READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-    *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe"),
+    *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
 SAID = {
@@ -141,6 +141,36 @@ WIDE_CONFIGS = {
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
         logits_scaling=2.0,
+    ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **WIDE,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **WIDE | FEW | {"num_hidden_layers": 7},
+        hybrid_override_pattern="MEM*EM-",
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=256,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=2,
+        ssm_state_size=32,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=512,
+        routed_scaling_factor=2.5,
+        time_step_min=1e-30,
     ),
     "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
         **WIDE | FEW,

@@ -313,6 +313,13 @@ def test_the_larger_model_says_whether_the_head_is_tied(bases, tmp_path, outer, 
 # Keys that transformers checks, and that no logit of ours depends on: LongRoPE beyond the original
 # positions is not run, and a length beside the rope parameters wins over the one inside.
 UNREAD = {
+    "granitemoehybrid": ("mamba_chunk_size",),
+    "nemotron_h": (
+        *("chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"),
+        *("time_step_floor", "time_step_max", "time_step_min", "num_logits_to_keep"),
+        *("use_mamba_kernels", "moe_shared_expert_overlap", "mamba_ssm_cache_dtype"),
+        *("hidden_dropout", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    ),
     "mixtral": ("router_jitter_noise",),
     "phimoe": ("factor", "long_factor", "long_mscale", TOP),
 }

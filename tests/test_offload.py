@@ -234,7 +234,11 @@ def blob_bytes(model: Transformer, layer: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "family", ("granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gemma4")
+    "family",
+    (
+        *("granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gemma4"),
+        *("nemotron_h", "granitemoehybrid"),
+    ),
 )
 def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):
     directory = make_family(family).directory

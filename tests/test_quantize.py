@@ -766,7 +766,7 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     model = build_model(args_of_checkpoint(source))
     linear = {path for path, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)}
     assert target.format["modules"].keys() == {
-        path for path in linear if not path.endswith(("router", "_gate", "wba"))
+        path for path in linear if not path.endswith(("router", "_gate", "wba", "wdt"))
     }
     # Embeddings, router, gates, norms, q/k norms and biases: the same bits.
     kept = {
@@ -783,11 +783,13 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     hybrid = family in ("qwen3_next", "qwen3_5_moe")
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
-    of_delta_net = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
-    assert (of_delta_net if hybrid else set()) == of_delta_net & kept
+    recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid")
+    of_recurrence = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
+    assert (of_recurrence if recurrent else set()) == of_recurrence & kept
     sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe")
-    sigmoid_routed = sigmoid_routed or family in WINDOWED[1:]
+    sigmoid_routed = sigmoid_routed or family in ("nemotron_h", *WINDOWED[1:])
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)
+    with_norms = with_norms and family != "nemotron_h"
     assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
     assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)

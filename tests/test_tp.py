@@ -38,6 +38,7 @@ from models.flint import FlintArgs
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
+from models.granitemoehybrid import GraniteMoeHybridArgs
 from models.kolibri1 import Kolibri1Args
 from models.laguna import LagunaArgs
 from models.latent_family import LatentArgs
@@ -46,6 +47,7 @@ from models.layers.granite import GraniteMoeArgs
 from models.layers.layer_rope import LayerRope, LayerRopeArgs
 from models.layers.yarn import Yarn
 from models.lfm2_moe import Lfm2MoeArgs
+from models.nemotron_h import NemotronHArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights, number_format
@@ -154,6 +156,36 @@ FAMILIES = {
         attention_scale=0.2,
         residual_scale=0.7,
         logit_scale=0.5,
+    ),
+    # A group of heads is shared by the ranks.
+    "granitemoehybrid": GraniteMoeHybridArgs(
+        "granitemoehybrid",
+        **SIZES,
+        **EIGHT_EXPERTS,
+        n_kv_head=4,
+        full_layers=(1,),
+        shared_intermediate=256,
+        residual_scale=0.7,
+        mamba_heads=8,
+        mamba_head_dim=32,
+        mamba_state=32,
+    ),
+    # A mixer alone, one with experts without a gate, one with a dense FFN.
+    "nemotron_h": NemotronHArgs(
+        "nemotron_h",
+        **SIZES | {"n_layer": 3},
+        **EIGHT_EXPERTS,
+        n_kv_head=4,
+        full_layers=(2,),
+        mixer_layers=(0,),
+        dense_layers=(2,),
+        dense_intermediate=512,
+        shared_intermediate=512,
+        routed_scale=1.5,
+        mamba_heads=16,
+        mamba_head_dim=32,
+        mamba_groups=8,
+        mamba_state=32,
     ),
     "phimoe": PhimoeArgs(
         "phimoe",
@@ -501,8 +533,12 @@ def test_shards_are_all_of_the_weights(family, parallel, checkpoints):
         whole = source.read("embedding.weight" if tied else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
         latent = hasattr(args, "kv_rank") and name.endswith("wqkv.weight")
-        if latent and tensors[0].shape != whole.shape:
-            replicated = args.kv_rank + args.rotary_dim  # rows that all heads share
+        replicated = 0  # rows that all heads share
+        if latent:
+            replicated = args.kv_rank + args.rotary_dim
+        elif getattr(args, "mamba_groups", 0) == 1 and ("wzx" in name or "conv" in name):
+            replicated = 2 * args.mamba_state
+        if replicated and tensors[0].shape != whole.shape:
             tensors[0], same = tensors[0].split((len(tensors[0]) - replicated, replicated))
             assert torch.equal(same, tensors[1][-replicated:])
         if name.endswith(summed):

@@ -78,7 +78,7 @@ class MambaFamily(Family):
         if c.integer(width) < 2:
             c.refuse(width, "at least 2 is needed")
         limit = c.get("time_step_limit")
-        if limit is not None and limit not in NO_LIMITS:
+        if c.is_null("time_step_limit") or (limit is not None and limit not in NO_LIMITS):
             c.refuse("time_step_limit", "only 0 to infinity is")
 
     def attention_memory(self, args: MambaArgs, length: int) -> tuple[int, int]:

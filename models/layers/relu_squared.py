@@ -7,7 +7,8 @@ from model import ExpertLinear, Experts, Linear, group_by_expert
 from ops.declared import NoAdditions
 
 
-def relu_squared(up: Tensor) -> Tensor:
+def relu_squared(up: Tensor, _: Tensor | None = None) -> Tensor:
+    """Return ReLU(up)^2. A second argument, which activations of gates have, has no effect."""
     return F.relu(up).square()
 
 
