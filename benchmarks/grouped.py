@@ -60,7 +60,7 @@ def candidates(
         format, found = FORMATS[weight.format], []
         ordered = format.grouped_order(x, weight.group)
         arguments = ordered, ends, weight.parts(), format.kind, format.bits, weight.group
-    default = choose_prompt_tile(len(x), len(ends), arguments[4])
+    default = choose_prompt_tile(len(x), len(ends), arguments[4], x.shape[1])
     tiles = [replace(default, **change) for change in changes]
     return found + [(tile, partial(grouped_gemm, *arguments, tile=tile)) for tile in tiles]
 

@@ -37,6 +37,7 @@ from models.random_weights import (
 )
 from offload.experts import expert_counters, offloaded_layers
 from offload.plan import COMPUTE, OffloadSettings
+from ops.step.cpu_share import BUSY
 from parallel.device import pick_device
 from runtime.kernel_choice import KERNELS, choose_runner
 from runtime.sampling import Sampling
@@ -44,13 +45,16 @@ from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
 ROUTINGS = "random", "reuse", "text"
-WARM_UP = 20  # steps before those that are timed: the caches fill
+WARM_UP = 100  # steps before those that are timed: the caches fill, useless prefetches end
 REPLAYED = 1500  # tokens of scores that are replayed
 REPLAY_SHIFT = 61  # tokens by which layers that replay the same scores are apart
 # Scores of "reuse": a random walk of each expert's score, which forgets itself by this factor a
 # token. An LRU cache of a quarter of 128 or 256 experts then has two thirds of the hits.
 MEMORY = 0.8
 CHECKED = 12  # tokens
+# Of replayed experts as many are predicted: then 0.8 of the prefetched ones are chosen, as with the
+# embedded model's routers and text.
+PREDICTED = 0.8
 
 
 # Weights and scores -------------------------------------------------------------------------------
@@ -90,18 +94,21 @@ class ReplayedRouting:
             for n in range(layers)
         ]
         best, indices = torch.stack(turns, 1).topk(active)
-        self.indices, self.weights = indices.to(device), best.float().softmax(-1).to(device)
+        random = torch.Generator().manual_seed(0)
+        others = torch.randint(scores.shape[-1], indices.shape, generator=random)
+        known = torch.rand(indices.shape, generator=random) < PREDICTED
+        predicted = torch.where(known, indices, others)
+        tables = indices, best.float().softmax(-1), predicted
+        self.tables = [table.transpose(0, 1).contiguous().to(device) for table in tables]
         self.together, self.step = together, 0
-        shape = layers, together, active
-        self.now = self.indices.new_zeros(shape), self.weights.new_zeros(shape)
-        self.advance()
+        self.now = [table[:, :together].clone() for table in self.tables]  # [layers, together, A]
 
     def advance(self) -> None:
         """Set the choice of the next step's tokens."""
-        steps = [(self.step + n) % len(self.indices) for n in range(self.together)]
-        self.step = (steps[-1] + 1) % len(self.indices)
-        for now, table in zip(self.now, (self.indices, self.weights), strict=True):
-            now.copy_(table[steps].transpose(0, 1))
+        end = self.step + self.together
+        for now, table in zip(self.now, self.tables, strict=True):
+            now.copy_(table[:, self.step : end])
+        self.step = end if end + self.together <= self.tables[0].shape[1] else 0
 
     def replace(self, runner: object) -> None:
         """Replace the choice of all layers. Raises ValueError unless the fused kernels run."""
@@ -110,10 +117,15 @@ class ReplayedRouting:
             raise ValueError("--routing: routing is replayed with the fused kernels alone")
         for n, layer in enumerate(layers.values()):
             layer.experts.choose = partial(self.choose, layer.experts.choose, n)
+            layer.experts.predict = partial(self.predict, layer.experts.predict, n)
 
     def choose(self, own: Callable, layer: int, scores: Tensor) -> tuple[Tensor, Tensor]:
         own(scores)
-        return tuple(table[layer, : len(scores)] for table in self.now)
+        return tuple(table[layer, : len(scores)] for table in self.now[:2])
+
+    def predict(self, own: Callable, layer: int, scores: Tensor) -> Tensor:
+        own(scores)
+        return self.now[2][layer, : len(scores)]
 
 
 def embedded_scores(steps: int) -> Tensor:
@@ -183,12 +195,19 @@ def decode_speed(
     for _ in range(WARM_UP):
         next(stream)
         advance()
-    before, start = expert_counters(model), time.perf_counter()
+    before, busy, start = expert_counters(model), busy_seconds(model), time.perf_counter()
     for _ in range(tokens):
         next(stream)
         advance()
     rate = tokens / (time.perf_counter() - start)
-    return rate, expert_traffic(model, before, tokens) if before else {}, compiled
+    traffic = expert_traffic(model, before, tokens) if before else {}
+    return rate, traffic | {"busy": (busy_seconds(model) - busy) / tokens}, compiled
+
+
+def busy_seconds(model: Transformer) -> float:
+    """Return how long the CPU has multiplied so far."""
+    boxes = [layer.box for layer in offloaded_layers(model) if layer.box is not None]
+    return boxes[0].flags[BUSY].item() * 1e-6 if boxes else 0.0
 
 
 def check_logits(
@@ -266,6 +285,8 @@ class Measurement:
         """Yield the figures of each routing, and the times of loading and compiling."""
         start = time.perf_counter()
         model = self.load(compute)
+        for layer in offloaded_layers(model):
+            layer.prefetches = self.options.prefetch
         loaded = time.perf_counter() - start
         for name, routing in self.routings.items():
             figures = {"compute": compute, "routing": name}
@@ -295,6 +316,8 @@ class Measurement:
             "cpu_ratio": traffic["cpu_ratio"],
             "mb_copied": copied / 1e6,
             "mb_on_cpu": on_cpu / 1e6,
+            "cpu_gb_s": on_cpu / traffic["busy"] / 1e9 if on_cpu else None,
+            "prefetched": traffic["prefetched"] / options.tokens,
             "link_gb_s": link / 1e9,
         }
         joint = link
@@ -338,6 +361,7 @@ def build_parser() -> Parser:
     chosen = f"which experts are chosen: {', '.join(ROUTINGS)} (random)"
     add("--routing", nargs="+", default=["random"], choices=ROUTINGS, metavar="HOW", help=chosen)
     add("--decode_kernels", default="auto", choices=KERNELS)
+    parser.add_flag("--prefetch", "prefetch one expert a layer, as the next router predicts")
     add("--check", action="store_true", help="compare logits with those of resident experts")
     rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
     add("--rows", nargs="+", default=["gpu", "auto"], choices=COMPUTE, metavar="ROW", help=rows)

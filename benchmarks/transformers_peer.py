@@ -50,8 +50,9 @@ def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.device("meta"):
         models = build_model(args), model
-    # Transformers has score_bias and Gemma 4's scalar as buffers. Our router includes its scale.
-    apart = "score_bias", ".scalar", "router.scale"
+    # Transformers has most score_biases and Gemma 4's scalar as buffers; Flint's router has none.
+    # Our router includes its scale.
+    apart = "score_bias", "score_correction_bias", ".scalar", "router.scale"
     ours, theirs = (
         sum(p.numel() for name, p in m.named_parameters() if not name.endswith(apart))
         for m in models

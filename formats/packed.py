@@ -19,24 +19,17 @@ from torch import Tensor, nn
 from formats import FORMATS
 from formats.base import Format, Parts
 from model import ExpertLinear, Linear, swiglu
-from ops.declared import Activation
 from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import gather_rows
-from ops.products.prompt_unpack import unpack_rows
-from ops.products.prompt_weights import GateTensors
 from ops.products.weights import BITS, Weight, packed_weight
 
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
 GATED = "token, gated"  # the same with w13, and the activation of gate and up
 ROWS = "rows"  # many rows, sorted by expert: a grouped GEMM
-# Rows from which one weight is unpacked for the library's product, if it has at most MAX_UNPACKED
-# bytes then.
-UNPACKED_FROM = 512
-MAX_UNPACKED = 128 << 20
 
 
 class Request(NamedTuple):
@@ -166,24 +159,14 @@ class Packed(nn.Module):
             return None
         return column_order(self.format, self.group, self.width, like.device)
 
-    def activate_tokens(
-        self,
-        x: Tensor,
-        group_ends: Tensor,
-        pairs: Tensor,
-        active: int,
-        activation: Activation,
-        columns: Tensor | None,
-    ) -> Tensor:
-        """x [T, in] in the order of `column_order` -> the activation [N, out / 2] of w13's product.
+    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
+        """x [T, in] in an order of `column_order`, pairs int64 [N] sorted by expert -> [N, out].
 
-        pairs int64 [N], sorted by expert: row n is token pairs[n] // active. columns: the order of
-        the result. Raises KernelError where the kernel cannot run.
+        Row n is token pairs[n] // active. Raises KernelError where the kernel cannot run.
         """
-        format = FORMATS[self.format]
+        format, own = FORMATS[self.format], dict(pairs=pairs, active=active)
         weight = self.parts(), format.kind, format.bits, self.group
-        own = dict(pairs=pairs, active=active, activation=activation)
-        return grouped_gemm(x, group_ends, *weight, gate=GateTensors(self.bias, columns), **own)
+        return grouped_gemm(x, group_ends, *weight, **own)
 
     def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""
@@ -338,16 +321,6 @@ def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, gro
 
 
 def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
-    experts, out, _ = parts["codes"].shape
-    unpacked = out * x.shape[1] * x.element_size()
-    if (
-        experts == 1
-        and len(x) >= UNPACKED_FROM
-        and unpacked <= MAX_UNPACKED
-        and x.element_size() == 2
-    ):
-        weight = (parts, format.kind, format.bits, group, x.shape[1], x.dtype)
-        return F.linear(x, unpack_rows(*weight))
     return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
 
 

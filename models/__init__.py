@@ -4,8 +4,10 @@ import torch
 
 from formats.quantizer import DTYPES
 from model import ModelArgs, Transformer
+from models.afmoe import Afmoe
 from models.config import MAX_INTEGER, MAX_INTEGERS, MAX_NUMBER
 from models.deepseek import DeepseekV2, DeepseekV3
+from models.ernie4_5_moe import Ernie4_5Moe
 from models.family import HEAD_SUFFIX, Family
 from models.flint import Flint
 from models.gemma4 import Gemma4, Gemma4Text
@@ -20,6 +22,7 @@ from models.laguna import Laguna
 from models.legacy import args_of_version_one
 from models.lfm2_moe import Lfm2Moe
 from models.mellum import Mellum
+from models.minimax_m2 import MiniMaxM2
 from models.mixtral import Mixtral
 from models.multi_token import head_family
 from models.nemotron_h import NemotronH
@@ -51,10 +54,13 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": GptOss(),
     "NemotronHForCausalLM": NemotronH(),
     "Lfm2MoeForCausalLM": Lfm2Moe(),
+    "MiniMaxM2ForCausalLM": MiniMaxM2(),
+    "Ernie4_5_MoeForCausalLM": Ernie4_5Moe(),
     "LagunaForCausalLM": Laguna(),
     "FlintForCausalLM": Flint(),
     "MellumForCausalLM": Mellum(),
     "Kolibri1ForCausalLM": Kolibri1(),
+    "AfmoeForCausalLM": Afmoe(),
 }
 
 # Published models by name, for benchmark.py.

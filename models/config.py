@@ -201,8 +201,8 @@ class HFConfig(dict):
         """Raise ValueError for a null that means nothing."""
         family = self.family
         for key in sorted(self.nulls - {*NULLABLE, *family.nullable, *but}):
-            is_read = key in READ or key in family.only
-            if family.defaults.get(key, key if is_read else None) is not None:
+            is_read = family.defaults.get(key, key if key in READ else None) is not None
+            if is_read or family.only.get(key):  # null is not the one value that it may have
                 raise unsupported(key, None, "it needs a value, or no such key")
 
     def __missing__(self, key: str):
@@ -385,6 +385,8 @@ def dense_fields(c: HFConfig) -> dict:
     layers = range(c["num_hidden_layers"])
     dense = tuple(n for n in layers if n < first or n in listed or (n + 1) % step)
     width = c.integer("intermediate_size") if dense else 0
+    if "intermediate_size" in c:  # without dense layers, too: transformers reads it
+        c.count("intermediate_size")
     return {"dense_layers": dense, "dense_intermediate": width}
 
 

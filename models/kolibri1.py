@@ -82,13 +82,9 @@ class Kolibri1(WindowedFamily):
         return (layer + 1) % 5 == 0
 
     def window_fields(self, c: HFConfig) -> dict:
-        """Full layers are rotated if the file has no window at all."""
-        fields = super().window_fields(c)
-        return fields if c["sliding_window"] is not None else fields | {"full_layers": ()}
-
-    def to_hf(self, args: Kolibri1Args) -> dict:
-        rotated = args.sliding_window is None and not args.full_layers
-        return super().to_hf(args) | ({"sliding_window": None} if rotated else {})
+        if c["sliding_window"] is None:  # transformers would rotate full layers, but fails
+            c.refuse("sliding_window", "a window is needed")
+        return super().window_fields(c)
 
     def norm_recipes(self, args: Kolibri1Args) -> Recipes:
         names = {

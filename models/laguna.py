@@ -152,6 +152,7 @@ class Laguna(LayerRopeFamily):
         shared_expert_intermediate_size=512,
         moe_routed_scaling_factor=1.0,
         moe_router_logit_softcapping=0.0,
+        moe_apply_router_weight_on_input=False,
         partial_rotary_factor=1.0,
     )
     layer_ropes = {
@@ -164,7 +165,7 @@ class Laguna(LayerRopeFamily):
         "moe_routed_scaling_factor": "routed_scale",
     }
     fixed = {"qk_norm": "head", "norm_topk": True}
-    only = {"moe_apply_router_weight_on_input": False, "swa_attention_sink_enabled": False}
+    only = {"swa_attention_sink_enabled": False}
     renamed_tensors = (
         (".mlp.shared_experts.", ".mlp.shared_expert."),
         (".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
@@ -172,6 +173,8 @@ class Laguna(LayerRopeFamily):
 
     def arg_fields(self, c: HFConfig) -> dict:
         read_mlp_types(c, first_dense=1)
+        if c.flag("moe_apply_router_weight_on_input"):
+            c.refuse("moe_apply_router_weight_on_input", "only False is")
         gating, softcap = c["gating"], c["moe_router_logit_softcapping"]
         if type(gating) not in (bool, str) or gating not in GATES:
             c.refuse("gating", "only true, 'per-head' and 'per-element' are")

@@ -21,7 +21,7 @@ from models.layers.scaled_rope import (
     scaled_rope_table,
 )
 from models.layers.yarn import yarn_attention_scale, yarn_mscale, yarn_scale
-from models.tensors import Recipe, Recipes, copy_of
+from models.tensors import Recipe, Recipes, copy_of, interleaved_to_halves
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,3 @@ def group_fields(c: HFConfig, methods: tuple[str, ...]) -> dict:
 def join_kv_b(keys: Tensor, values: Tensor) -> Tensor:
     """keys [H, r, C - R], values [H, value_dim, r] -> kv_b_proj [H * (C - R + value_dim), r]."""
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
-
-
-def interleaved_to_halves(t: Tensor, width: int, rotary_dim: int) -> Tensor:
-    """Reorder each head's last rotary_dim rows, [heads * width, ...], from pairs to halves."""
-    kept, rotated = t.unflatten(0, (-1, width)).split((width - rotary_dim, rotary_dim), dim=1)
-    rotated = rotated.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((kept, rotated), dim=1).flatten(0, 1)

@@ -8,8 +8,9 @@ from models.family import PublishedLayout, Shard
 from models.gguf import Values, dense_config, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
-from models.layers.short_conv import ShortConv, short_conv_recipes
+from models.layers.short_conv import FusedShortConv, ShortConv, short_conv_recipes
 from models.tensors import Recipes, prefixed, score_bias_recipe
+from ops.declared import runs_unchecked
 
 KINDS = "conv", "full_attention"
 
@@ -37,7 +38,8 @@ class Lfm2MoeTransformer(ScaledRopeTransformer):
     def make_block(self, args: Lfm2MoeArgs, layer: int) -> Block:
         block = Block(args, layer)
         if layer not in args.full_layers:
-            block.attention = ShortConv(args)
+            # No GPU has run the kernel yet: until then Inductor's are the default.
+            block.attention = (FusedShortConv if runs_unchecked() else ShortConv)(args)
         if layer not in args.dense_layers:
             block.ffn = SigmoidRoutedMoE(args)
         return block

@@ -2,6 +2,7 @@
 
 from model import Block
 from models.config import HFConfig, mlp_types, read_mlp_types
+from models.family import APART
 from models.layers.layer_rope import (
     LayerRopeArgs,
     LayerRopeAttention,
@@ -9,6 +10,8 @@ from models.layers.layer_rope import (
     LayerRopeTransformer,
 )
 from models.layers.windows import KINDS
+
+HEADS = "num_nextn_predict_layers"
 
 
 class MellumTransformer(LayerRopeTransformer):
@@ -38,6 +41,7 @@ class Mellum(LayerRopeFamily):
         moe_intermediate_size=896,
         intermediate_size=7168,
         partial_rotary_factor=1.0,
+        num_nextn_predict_layers=None,
     )
     layer_ropes = {
         KINDS[0]: dict(rope_type="default", rope_theta=1e4),
@@ -45,10 +49,15 @@ class Mellum(LayerRopeFamily):
     }
     field_of_key = {"norm_topk_prob": "norm_topk", "attention_bias": "attention_bias"}
     fixed = {"qk_norm": "head"}
-    left_out = ("mtp.",)
+    published_head = APART
 
     def arg_fields(self, c: HFConfig) -> dict:
         read_mlp_types(c, first_dense=0)
+        if c[HEADS] is not None and c.count(HEADS) > 1:
+            c.refuse(HEADS, "one head for multi-token prediction is")
+        for key, kind in (("mtp_layer_types", KINDS[0]), ("mtp_mlp_layer_types", "sparse")):
+            if c.get(key) not in (None, [kind]):
+                c.refuse(key, f"only {[kind]!r} is")
         return super().arg_fields(c)
 
     shapes = {
@@ -68,6 +77,10 @@ class Mellum(LayerRopeFamily):
             },
         )
     }
+
+    def head_fields(self, args: LayerRopeArgs) -> dict:
+        """The head has the window."""
+        return super().head_fields(args) | {"full_layers": ()}
 
     def to_hf(self, args: LayerRopeArgs) -> dict:
         return super().to_hf(args) | mlp_types(args)

@@ -105,7 +105,6 @@ class NemotronH(MambaFamily):
         num_key_value_heads=8,
         head_dim=128,
         layer_norm_epsilon=1e-5,
-        attention_bias=False,
         intermediate_size=21504,
         mamba_num_heads=128,
         mamba_head_dim=64,
@@ -123,7 +122,6 @@ class NemotronH(MambaFamily):
     )
     renamed_keys = {"layer_norm_epsilon": "rms_norm_eps", "n_routed_experts": "num_experts"}
     field_of_key = {
-        "attention_bias": "attention_bias",
         "mamba_num_heads": "mamba_heads",
         "mamba_head_dim": "mamba_head_dim",
         "n_groups": "mamba_groups",
@@ -139,6 +137,7 @@ class NemotronH(MambaFamily):
         mlp_hidden_act="relu2",
         mamba_hidden_act="silu",
         use_bias=False,
+        attention_bias=False,  # transformers makes none
         mamba_proj_bias=False,
         use_conv_bias=True,
         n_shared_experts=1,

@@ -139,3 +139,10 @@ def score_bias_recipe(args: ModelArgs) -> Recipes:
     """The bias of sigmoid routing, always in fp32."""
     theirs = "mlp.gate.e_score_correction_bias"
     return {"ffn.score_bias": copy_of(theirs, args.n_expert, dtype=torch.float32)}
+
+
+def interleaved_to_halves(t: Tensor, width: int, rotary_dim: int) -> Tensor:
+    """Reorder each head's last rotary_dim rows, [heads * width, ...], from pairs to halves."""
+    kept, rotated = t.unflatten(0, (-1, width)).split((width - rotary_dim, rotary_dim), dim=1)
+    rotated = rotated.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((kept, rotated), dim=1).flatten(0, 1)

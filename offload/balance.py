@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import comb, inf
-from statistics import median
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -75,19 +75,6 @@ class Prediction:
     active: int
     resident: float  # seconds of a step whose experts are all in slots
 
-    @property
-    def idle(self) -> float:
-        """Seconds in which a layer needs no link."""
-        return self.resident / self.layers
-
-    def prefetches(self) -> bool:
-        """Whether a half of an expert's copy is done while the link would be idle.
-
-        Then one prefetched expert a layer gains 1.1 to 1.2 times the speed with the embedded
-        model's routing; with a tenth of it speed is lost (docs/log/offloading.md).
-        """
-        return self.copies[-1] > 0 and self.balance.link.each <= 2 * self.idle
-
     def tokens_per_second(self, hit_ratio: float) -> float:
         """Return the expected speed, if each chosen expert is cached with this probability."""
         misses = 0.0
@@ -120,7 +107,8 @@ def measure_balance(
 
     like: x [..., D] on the GPU. products: of each layer; none: the CPU has no share.
     """
-    counts = 1, max(2, min(most, layers[0].storage.slots))
+    most = max(2, min(most, layers[0].storage.slots))
+    counts = max(1, most // 4), most  # a launch takes about as long as copying one small expert
     both = [measure_both(layers, products, like, count) for count in counts]
     link, cpu = (line_through(times, counts) for times in zip(*both, strict=True))
     nbytes = layers[0].storage.blobs.shape[1]
@@ -153,8 +141,8 @@ def measure_both(
         calls[len(times) % len(calls)]()
         times.append(time.perf_counter() - started)
     torch.cuda.synchronize()
-    seconds = median(times) if times else inf
-    return begin.elapsed_time(end) * 1e-3 / copies, seconds
+    usual = sorted(times)[: max(1, len(times) * 9 // 10)]  # other processes delay some
+    return begin.elapsed_time(end) * 1e-3 / copies, fmean(usual) if usual else inf
 
 
 def multiplications(

@@ -35,16 +35,10 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
 struct Call;
 static void work(Call &call, int thread);
 
-#ifndef SHARES
-#define SHARES 75
-#endif
-#ifndef UP_PIECE
-#define UP_PIECE 8
-#endif
-#ifndef DOWN_PIECE
-#define DOWN_PIECE 16
-#endif
 constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
+constexpr int SHARES = 75;      // percent of the rows that are shared out in advance
+constexpr int UP_PIECE = 8;     // rows that a thread takes at once of the others, in phase 1
+constexpr int DOWN_PIECE = 16;  // in phase 2
 
 struct alignas(LINE) Flag {  // alone in its line, or those who wait for one slow down the others
   std::atomic<uint32_t> value{0};
@@ -328,15 +322,17 @@ void run_experts(Call *call) {
 // Answer requests until there has been none for some seconds. flags, in pinned memory, has the
 // numbers of ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`.
 void serve(int32_t *flags, Call **calls, int most, double seconds) {
-  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16;
+  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17;
   using Clock = std::chrono::steady_clock;
   auto last = Clock::now();
   for (int n = 1;; n++) {
     const int32_t asked = __atomic_load_n(flags + ASKED, __ATOMIC_ACQUIRE);
     if (asked != flags[ANSWERED]) {
+      const auto start = Clock::now();
       run_experts(calls[flags[LAYER] * most + flags[TOKENS] - 1]);
       __atomic_store_n(flags + ANSWERED, asked, __ATOMIC_RELEASE);
       last = Clock::now();
+      flags[BUSY] += std::chrono::duration_cast<std::chrono::microseconds>(last - start).count();
     } else if (n % 4096) {
       _mm_pause();
     } else {

@@ -12,32 +12,10 @@
 #include "cpu_weights.h"
 
 constexpr int MANY = 4;   // tokens that share one pass over a row
-#ifndef PF
-#define PF 1
-#endif
-#if PF == 1
-#define PFOP(a, b) _mm_prefetch(a, _MM_HINT_T1)
-#elif PF == 2
-#define PFOP(a, b) _mm_prefetch(a, _MM_HINT_T0)
-#elif PF == 3
-#define PFOP(a, b) _mm_prefetch(b + 4096, _MM_HINT_T1)
-#elif PF == 4
-#define PFOP(a, b) _mm_prefetch(a, _MM_HINT_NTA)
-#elif PF == 5
-#define PFOP(a, b) _mm_prefetch(b + 1024, _MM_HINT_T0)
-#else
-#define PFOP(a, b)
-#endif
-#ifndef NROWS
-#define NROWS 16
-#endif
-#ifndef MAXR
-#define MAXR 4
-#endif
-constexpr int ROWS = NROWS;  // rows of a chunk
+constexpr int ROWS = 16;  // rows of a chunk
 
 // Rows that share one pass over x: their sums do not wait for each other.
-constexpr int rows_of(int tokens) { return std::max(1, (WIDE_SUMS ? MAXR : 2) / tokens); }
+constexpr int rows_of(int tokens) { return std::max(1, (WIDE_SUMS ? MANY : 2) / tokens); }
 
 // Inputs ------------------------------------------------------------------------------------------
 
@@ -243,7 +221,7 @@ static void add_blocks(Pass<T, R> &pass, const Inputs &x, int begin, int end, co
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const int at = b - begin;
-      PFOP((const char *)next + (at * R + r) * SIZE, (const char *)pass.codes[r] + at * SIZE);
+      _mm_prefetch((const char *)next + (at * R + r) * SIZE, _MM_HINT_T1);
       Bytes plane[PLANES];
       decode<CODES>(pass.codes[r] + at * SIZE, pass.high[r] + at * HIGH_SIZE, plane);
 #pragma GCC unroll 4
@@ -294,8 +272,11 @@ static void dot_packed(const Chunk &c, const Inputs &x, const int *which, float 
       pass.codes[r] = codes + n * row_bytes, pass.high[r] = high + n * w.row_bytes[HIGH];
     }
     read(w, c.e, c.row + done, present, R, x, which, T, scratch, pass.sum);
-    add_all_blocks<CODES, T, R>(pass, x, 0, whole, next);
-    if (rest) {  // x is 0 after the row's end
+    // x is 0 after the row's end: its last block may go on in the next row, if there is one.
+    const int64_t after = (w.out - c.row - done - present) * (int64_t)row_bytes;
+    const int direct = whole + (rest && after >= SIZE);
+    add_all_blocks<CODES, T, R>(pass, x, 0, direct, next);
+    if (rest && direct == whole) {
       uint8_t last[R][SIZE] = {}, last_high[R][SIZE] = {};
       for (int r = 0; r < R; r++) {
         std::memcpy(last[r], pass.codes[r] + whole * SIZE, rest);

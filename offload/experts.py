@@ -112,7 +112,8 @@ class OffloadedExperts(nn.Module):
         experts.choose_from = storage.total_experts * storage.slots / self.n_local
         experts.n_expert = storage.slots
         self.box: Mailbox | None = None  # of requests to the CPU: `offload.cpu_share.share_layers`
-        self.prefetches = False  # an expert for the next layer, where fused kernels run
+        # Whether fused layers prefetch one of its experts. Not timed on a GPU yet, so it is off.
+        self.prefetches = False
 
     def make_pool(self) -> None:
         """Allocate R slots and make the experts' parameters views of them."""
@@ -164,7 +165,8 @@ class OffloadedExperts(nn.Module):
         """
         ids = expert_indices - self.first  # other ranks' ids get out of range
         where = self.storage.blobs, self.pool, self.layout
-        return page(ids, x, expert_weights.float(), [*self.cache.table(len(box) > 0)], *where, box)
+        table = list(self.cache.table(len(box) > 0)[:4])
+        return page(ids, x, expert_weights.float(), table, *where, box)
 
     def multiply(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
         """Run the ordinary products; all chosen experts of this rank are in slots."""
@@ -234,9 +236,9 @@ class OffloadedExperts(nn.Module):
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""
-        _, hits, misses, on_cpu, guessed, _ = self.cache.counters.tolist()
-        copied = (misses - on_cpu + guessed) * self.storage.blobs.shape[1]
-        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, guessed, copied), strict=True))
+        _, hits, misses, on_cpu, prefetched, _ = self.cache.counters.tolist()
+        copied = (misses - on_cpu + prefetched) * self.storage.blobs.shape[1]
+        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, prefetched, copied), strict=True))
 
 
 def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:

@@ -34,8 +34,8 @@ class OffloadSettings:
 
     gpu_experts: int | None = None  # R, slots per layer
     gpu_memory: int | None = None  # bytes for weights, slots and `reserve` together, per GPU
-    # Of COMPUTE. "auto" is both, so that they end together; it was not timed on a GPU yet, so it is
-    # no default.
+    # Of COMPUTE. "auto" is both, so that they end together; it is no default, since it was slower
+    # with two thirds of hits (docs/offload.md).
     compute: str = "gpu"
     profile: Profile | None = None  # which experts are cached at the start; None: the first ones
     reserve: int = 0  # bytes of gpu_memory for the KV cache and activations
@@ -261,8 +261,6 @@ def offload_experts(
     if device.type == "cuda" and plan.slots < experts.n_local:
         model.prediction = predict(model, layers, products, plan, settings)
         set_copies(layers, model.prediction.copies)
-        for layer in layers:
-            layer.prefetches = model.prediction.prefetches()
         line += f"; {describe_prediction(model.prediction, plan, settings)}"
     return line
 

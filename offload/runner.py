@@ -75,7 +75,7 @@ class FusedOffloadRunner(FusedRunner):
             return self.waves.run(block, x, normed, context, next_norm)
         layer = self.layers.get(id(block))
         if layer is not None and self.is_fused and not self.runs_layer(layer, x, context):
-            getattr(layer.experts, "await_guess", lambda copied: None)(copied=True)
+            getattr(layer.experts, "await_prefetch", lambda copied: None)(copied=True)
         return super().block(block, x, normed, context, next_norm)
 
 
@@ -123,8 +123,8 @@ class FusedOffloadedExperts(FusedExperts):
         norm_router    norm, scores
         route          the choice
         place, ask     hits and misses; the CPU's share is requested
-        fetch          the other misses are copied; beside it on the GPU:
-        gate_up, down  a shared expert
+        fetch          the other misses are copied
+        gate_up, down  a shared expert; beside copies if layers prefetch
         gate_up, down  products of the experts in slots
         answer         plus the CPU's sum, plus residual
 
@@ -141,8 +141,8 @@ class FusedOffloadedExperts(FusedExperts):
             self.routing = replace(self.routing, shared=0)
         self.beside = Beside(self.offloaded.storage.device)
         self.next: FusedOffloadedExperts | None = None  # of the next layer
-        # What waits for a guess's slot and for its copy, and a tensor that they read.
-        self.guessing: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
+        # What waits for a prefetched expert's slot and for its copy, and a tensor that they read.
+        self.prefetching: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
 
     def experts_of(self, ffn: MoE) -> nn.Module:
         return self.offloaded.experts
@@ -164,32 +164,40 @@ class FusedOffloadedExperts(FusedExperts):
         """Return the experts that are probably chosen, int64 [T, A], the likeliest first."""
         return route(scores, self.routing)[0]
 
-    def guess(self, h: Tensor) -> None:
-        """Prefetch one expert beside what is launched next.
+    def copies(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Launch copies, beside what is launched next if layers prefetch -> what waits for them."""
+        if any(each.offloaded.prefetches for each in (self, self.next) if each is not None):
+            return self.beside.run(launch)
+        launch()
+        return lambda: None
+
+    def prefetch(self, h: Tensor) -> None:
+        """Prefetch one expert beside what is launched next, if this layer does.
 
         h [T, D]: the input of the experts of the layer before, which this layer's router predicts
         from.
         """
         layer = self.offloaded
+        if not layer.prefetches:
+            return
         placed: list[Tensor] = []
 
-        def place_guess() -> None:
+        def place_predicted() -> None:
             bias = self.router.bias
             scores = F.linear(h, self.rows.to(h.dtype), bias if bias is None else bias.to(h.dtype))
             chosen = self.predict(scores.float()).flatten()
-            placed.extend(
-                place(chosen, layer.cache.table(False), layer.storage.slots, guesses=True)
-            )
+            table = layer.cache.table(False, prefetches=True)
+            placed.extend(place(chosen, table, layer.storage.slots, predicted=True))
 
-        wait = self.beside.run(place_guess)
-        self.guessing = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
+        wait = self.beside.run(place_predicted)
+        self.prefetching = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
 
-    def await_guess(self, copied: bool = False) -> None:
-        """Let launches wait for the guess's slot, and its copy: the next `fetch` waits for that."""
-        if self.guessing is not None:
-            placed, complete, _ = self.guessing
+    def await_prefetch(self, copied: bool = False) -> None:
+        """Let launches wait for the slot, or for the copy, which the next `fetch` waits for."""
+        if self.prefetching is not None:
+            placed, complete, _ = self.prefetching
             (complete if copied else placed)()
-            self.guessing = None
+            self.prefetching = None
 
     def forward(
         self, x: Tensor, attended: Tensor, last: Tensor | None
@@ -201,13 +209,12 @@ class FusedOffloadedExperts(FusedExperts):
         indices, weights = self.choose(scores)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
-        table = layer.cache.table(box is not None)
-        self.await_guess()
+        table = layer.cache.table(box is not None, layer.prefetches)
+        self.await_prefetch()
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
-        copy = partial(layer.fill_slots, found.to_copy, found.targets.flatten())
-        wait = self.beside.run(copy)
-        if self.next is not None and layer.prefetches:
-            self.next.guess(plain)
+        wait = self.copies(partial(layer.fill_slots, found.to_copy, found.targets.flatten()))
+        if self.next is not None:
+            self.next.prefetch(plain)
         if self.apart:
             x = self.add_shared(x, plain, scores)
         wait()

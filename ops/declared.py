@@ -5,15 +5,23 @@ returns one of these from `fused_decode_settings`; None: no kernel computes it. 
 raises TypeError, and an unknown activation ValueError.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+UNCHECKED = "MOE_FAST_UNCHECKED"
+
 ACTIVATIONS = "silu", "clamped", "relu_squared"
 OUTPUT_GATES = "sigmoid", "softplus"
 
 UNMEASURED = ("relu_squared",)  # those whose kernels no GPU has run: not chosen by `auto`
+
+
+def runs_unchecked() -> bool:
+    """Whether to run kernels that no GPU has checked yet: if MOE_FAST_UNCHECKED is set."""
+    return bool(os.environ.get(UNCHECKED))
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Routing:
     norm_topk: bool  # scale the A weights to sum to one
     scale: float = 1.0  # factor of the A weights, after that
     score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+    softmax: bool = False  # scores with a bias are those of softmax instead
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 

@@ -3,12 +3,12 @@
 A kernel's parameters are tensors, sizes that change from call to call, then `s` and `PDL`. A tensor
 may be None, and several that belong together are a NamedTuple: absent ones cost no pointer, and the
 kernel asks `if bias is not None` at compile time. `s` is the kernel's settings, a frozen dataclass
-as one `tl.constexpr`: `s.heads`. Bind a setting to a constexpr before it is a shape, a range's
-end or a divisor (`H: tl.constexpr = s.heads`), because Triton 3.6 refuses plain integers there.
+as one `tl.constexpr`: `s.heads` is a constant of the compiler (`Constants`).
 """
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +39,31 @@ class KernelError(RuntimeError):
         self.kernel = kernel
 
 
+class Constants:
+    """Settings as a compiled kernel sees them: each number or text is a `tl.constexpr`.
+
+    Triton takes no plain number as a shape, as a range's end or as a divisor.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def __getattr__(self, name: str):
+        value = getattr(self.settings, name)
+        if isinstance(value, int | float | str):
+            return tl.constexpr(value)
+        return Constants(value) if dataclasses.is_dataclass(value) else value
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Constants) and self.settings == other.settings
+
+    def __hash__(self) -> int:
+        return hash(self.settings)
+
+    def __repr__(self) -> str:
+        return repr(self.settings)
+
+
 class Kernel(triton.JITFunction if triton else object):
     """A Triton kernel. A launch that the GPU cannot run raises KernelError, and runs nothing."""
 
@@ -60,6 +85,7 @@ class Kernel(triton.JITFunction if triton else object):
             return found
         if pretended() and not warmup:
             check_needs(self, self.compile_for(*args, **options), shared_memory(args))
+        args = [Constants(arg) if dataclasses.is_dataclass(arg) else arg for arg in args]
         try:
             return super().run(*args, grid=grid, warmup=warmup, **options)
         except Exception as error:

@@ -76,7 +76,7 @@ class FusedDecodeAttention(Attention):
     def one_part(self, queries: int, length: int) -> int:
         """Return how many positions are one part, for this many tokens of each sequence.
 
-        0: a cache of `length` positions never has more parts.
+        0: a cache of `length` positions never has more parts, or hardly ever one.
         """
         if not self.supported:
             return 0

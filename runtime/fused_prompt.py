@@ -5,7 +5,7 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -13,12 +13,12 @@ from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
-from ops.declared import Activation, Routing, SumAdditions
+from ops.declared import SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
 from ops.products.fixed_join import fixed_add_norm
-from ops.products.prompt import grouped_mm
+from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
@@ -29,15 +29,6 @@ from runtime.runner import EagerRunner, without_broken_kernels
 
 ALL_KERNELS = *KERNELS, HEADS, KERNEL, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
-
-
-class SortedPairs(NamedTuple):
-    """A chunk's pairs of tokens and experts, sorted by expert."""
-
-    order: Tensor  # int64 [N]: token * active + choice
-    experts: Tensor | None  # int64 [N]; None: not needed
-    group_ends: Tensor  # int32 [E]
-    active: int  # A
 
 
 class ExpertRows:
@@ -51,16 +42,16 @@ class ExpertRows:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
-    def activate_tokens(
-        self, x: Tensor, pairs: SortedPairs, activation: Activation, columns: Tensor | None
-    ) -> Tensor:
-        """x [T, in] -> the activation of w13's product [N, out / 2], in the order of `columns`."""
-        own, (order, experts, group_ends, active) = self.columns(x), pairs
-        if own is not None:
-            x = gather_rows(x, None, 1, own)
-            return self.module.activate_tokens(x, group_ends, order, active, activation, columns)
-        both = self.multiply(gather_rows(x, order, active, None), group_ends)
-        return activate_rows(both, activation, self.bias, experts, columns)
+    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
+        """x [T, in], pairs int64 [N] of tokens and experts, `active` a token -> [N, out]."""
+        columns, rows = self.columns(x), dict(pairs=pairs, active=active)
+        if columns is not None:
+            x = gather_rows(x, None, 1, columns)
+            return self.module.multiply_tokens(x, group_ends=group_ends, **rows)
+        if not self.packed and prefers_kernel(x, len(pairs), len(group_ends)):
+            weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
+            return grouped_gemm(x, group_ends, *weight, **rows)
+        return self.multiply(gather_rows(x, pairs, active, None), group_ends)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
@@ -83,8 +74,7 @@ class PromptLayer:
         self.resident = isinstance(experts, Experts)  # else in host memory
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
-        given = layer.experts.routing
-        self.routing = Routing(given.active, given.norm_topk, given.scale, given.score_bias)
+        self.routing = replace(layer.experts.routing, shared=0, gated=False)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
@@ -115,8 +105,9 @@ class PromptLayer:
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
-        pairs = SortedPairs(order, experts, group_ends, active)
-        hidden = w13.activate_tokens(given, pairs, self.experts.activation, w2.columns(given))
+        both = w13.multiply_tokens(given, order, active, group_ends)
+        activation, columns = self.experts.activation, w2.columns(given)
+        hidden = activate_rows(both, activation, w13.bias, experts, columns)
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights

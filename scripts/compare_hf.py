@@ -112,7 +112,7 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
 
 def record_peer(peer: nn.Module, recorder: Recorder) -> None:
     """Record the same operators of transformers' model."""
-    record = recorder.record
+    record, scale = recorder.record, getattr(peer.config, "moe_routed_scaling_factor", 1.0)
     if hasattr(peer.model, "norm_f"):
         record_pairs(peer, recorder)
         return
@@ -134,7 +134,9 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
         if gate is not None:
             record((layer, "router logits"), scores, lambda i, o: o[0] if type(o) is tuple else o)
             record((layer, ROUTING), gate, lambda i, o: sort_by_expert(o[2], o[1])[0])
-            record((layer, "expert weights"), gate, lambda i, o: sort_by_expert(o[2], o[1])[1])
+            # Laguna scales the sum of the experts instead of their weights.
+            weights = lambda i, o: sort_by_expert(o[2], o[1] * scale)[1]  # noqa: E731
+            record((layer, "expert weights"), gate, weights)
         record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after experts"), block, lambda i, o: o)
     record(("", "last norm"), peer.model.norm, lambda i, o: o)

@@ -363,6 +363,52 @@ FAMILIES = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # Norms of q and k over all heads, half of each head rotated, an odd number of experts.
+    "minimax_m2": lambda: transformers.MiniMaxM2ForCausalLM(
+        transformers.MiniMaxM2Config(
+            **COMMON,
+            intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=11,
+            num_experts_per_tok=3,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+    # Softmax routing with a bias, two shared experts, RoPE in pairs, a dense first layer.
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeForCausalLM(
+        transformers.Ernie4_5_MoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            moe_num_experts=12,
+            moe_k=3,
+            moe_num_shared_experts=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    # A gate, norms around sublayers, muP, a window but in the last layer, which has no RoPE.
+    "afmoe": lambda: transformers.AfmoeForCausalLM(
+        transformers.AfmoeConfig(
+            **COMMON,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=16,
+            num_experts=12,
+            num_experts_per_tok=3,
+            route_scale=1.7,
+            mup_enabled=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
     # Heads differ by layer, a gate a head, YaRN of half a head in full layers, a dense first layer.
     "laguna": lambda: transformers.LagunaForCausalLM(
         transformers.LagunaConfig(

@@ -86,6 +86,10 @@ ATTENTION = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm",
+    "self_attn.gate_proj": "attn_gate",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.router.gate": "ffn_gate_inp",
     # LFM2
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
@@ -116,10 +120,13 @@ ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h_moe",
     "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "afmoe": "afmoe",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 MAMBA = "granitehybrid", "nemotron_h_moe"
 PERMUTED = "llama", "granitemoe", "granitehybrid"  # rows of Q and K
-POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4"
+POST_ATTENTION_NORM = "qwen3next", "qwen35moe", "gpt-oss", "glm4moe", "gemma4", "afmoe"
 
 
 def permute(t: Tensor, heads: int) -> Tensor:
@@ -216,6 +223,9 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         "self_attn.sinks": ("attn_sinks.weight", lambda t: t),
         "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
         "feed_forward.expert_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.expert_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t),
+        "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias", lambda t: t[0]),
         "conv.conv.weight": ("shortconv.conv.weight", lambda t: t.squeeze(1)),
         "layer_scalar": ("layer_output_scale.weight", lambda t: t),
         "router.scale": ("ffn_gate_inp.scale", lambda t: t),
@@ -324,10 +334,14 @@ def values(config) -> dict:
     rope = rope.get("full_attention", rope)
     experts = next(
         getattr(c, key)
-        for key in ("num_local_experts", "n_routed_experts", "num_experts")
+        for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
         if hasattr(c, key)
     )
-    active = getattr(c, "top_k_experts", None) or c.num_experts_per_tok
+    active = next(
+        getattr(c, key)
+        for key in ("top_k_experts", "moe_k", "num_experts_per_tok")
+        if getattr(c, key, None)
+    )
     found = {
         "block_count": config.num_hidden_layers,
         "context_length": c.max_position_embeddings,
@@ -354,7 +368,15 @@ def values(config) -> dict:
             "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
             "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
         }
-    if arch in ("llama", "gpt-oss"):
+    if arch == "afmoe":
+        found |= {
+            "leading_dense_block_count": c.num_dense_layers,
+            "expert_shared_count": c.num_shared_experts,
+            "expert_weights_scale": float(c.route_scale),
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        }
+    if arch in ("llama", "gpt-oss", "afmoe"):
         found["attention.sliding_window"] = c.sliding_window
     if arch == "gpt-oss":
         found["expert_feed_forward_length"] = c.intermediate_size
@@ -373,6 +395,19 @@ def values(config) -> dict:
         found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
     if arch in ("glm4moe", "deepseek2"):
         found |= sigmoid_values(c, arch, rope)
+    if arch == "minimax-m2":
+        found |= {
+            "expert_feed_forward_length": c.intermediate_size,
+            "rope.dimension_count": int(c.head_dim * rope["partial_rotary_factor"]),
+            "expert_gating_func": 2,
+        }
+    if arch == "ernie4_5-moe":
+        found |= {
+            "leading_dense_block_count": c.moe_layer_start_index,
+            "interleave_moe_layer_step": c.moe_layer_interval,
+            "expert_shared_count": c.moe_num_shared_experts,
+            "expert_shared_feed_forward_length": c.moe_intermediate_size,
+        }
     if arch == "lfm2moe":
         kinds = c.layer_types
         found |= {

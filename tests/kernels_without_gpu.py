@@ -454,11 +454,16 @@ def pair_twin(pair, total):
 
 def select_twin(first, second, codes):
     """Replace `words._select`, which is the instruction prmt."""
-    table = np.concatenate([fields(part, np.int8) for part in (first, second)], -1)
+    parts = [np.broadcast_to(part.handle.data, codes.shape) for part in (first, second)]
     code = codes.handle.data[..., None] >> np.arange(0, 16, 4) & 15
-    byte = np.take_along_axis(table, code & 7, -1)
+    byte = np.take_along_axis(np.stack(parts, -1).view(np.int8), code & 7, -1)
     data = np.where(code & 8 == 0, byte, byte >> 7).astype(np.int8).view(np.int32)[..., 0]
-    return tl.tensor(TensorHandle(data, tl.int32), first.type)
+    return tl.tensor(TensorHandle(data, tl.int32), codes.type)
+
+
+def e2m1_twin(*given):
+    """Replace `words._dot_e2m1`, which is inline assembly."""
+    return looked_up_twin(*given, False)
 
 
 def replace_four_bits() -> None:
@@ -545,7 +550,7 @@ def different_words() -> list[int]:
     """
     by_shifts = products_of_words()
     instructions = mock.patch.multiple(
-        words, _select=select_twin, dot_bytes=bytes_twin, add_pair=pair_twin
+        words, _select=select_twin, _dot_e2m1=e2m1_twin, dot_bytes=bytes_twin, add_pair=pair_twin
     )
     own = mock.patch.multiple(codes, dot_bytes=bytes_twin)
     pairs = mock.patch.object(operands, "add_pair", pair_twin)
@@ -1069,7 +1074,7 @@ def gated_token_error(queries: int = 1) -> float:
 
 GQA_WAYS = {  # tile, most parts, most numbers of one part for several queries, bound of positions
     "many parts": (Blocks(32, 2), 64, 0, False),
-    "two parts of several blocks": (Blocks(32, 2), 2, 0, False),
+    "two parts of several blocks, or of two as one": (Blocks(32, 2, wide=True), 2, 0, False),
     "one part of several blocks": (Blocks(32, 2), 1, 1 << 30, False),
     "two blocks as one": (Blocks(64, 2, wide=True), 64, 0, False),
     "two blocks as one, bounded": (Blocks(64, 2, wide=True), 64, 0, True),

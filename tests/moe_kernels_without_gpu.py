@@ -45,17 +45,18 @@ from model import (
 )
 from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.deepseek import DeepseekArgs
+from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
-from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.short_conv import ShortConv
+from models.layers.group_routing import BiasedSoftmaxMoE, SigmoidRoutedMoE
+from models.layers.short_conv import FusedShortConv
 from models.lfm2_moe import Lfm2MoeArgs
 from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from ops.declared import SWIGLU, Activation, Routing
+from ops.declared import SWIGLU, UNCHECKED, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
@@ -77,6 +78,7 @@ from tests.kernels_without_gpu import (
 )
 from tests.launched_code import launched_code
 
+os.environ[UNCHECKED] = "1"
 GROUPS = dict(int4=32, uint4=32, hqq4=32, mxfp4=32, nvfp4=32)  # so that small widths fit
 GROUPS |= dict(int8=16, fp8=16, fp8b=32)
 GROUPS |= dict(q8_0=32, q5_1=32, q4_1=32, q4_0=32, iq4_nl=32)
@@ -97,6 +99,7 @@ class Case:
     shared: int = 0  # experts that every token uses, the last of E
     gated: bool = False  # their weight is the sigmoid of a score
     sigmoid: bool = False  # scores, whose bias corrects the choice
+    softmax: bool = False  # the same of softmax scores
     scale: float = 1.0  # of routing weights, and of what is added to the residual
     biased: bool = False  # experts and dense products; clamped SwiGLU
     fp32_norm: bool = False  # the dense product's norm is fp32
@@ -277,11 +280,14 @@ class PlainRouting(MoE):
         self.n_active, self.norm_topk, self.routed_scale = case.A, case.norm_topk, case.scale
         self.n_group = self.n_active_group = 1
         self.score_bias = score_bias
-        self.sigmoid = case.sigmoid
+        self.sigmoid, self.softmax = case.sigmoid, case.softmax
 
     def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.sigmoid:
             return SigmoidRoutedMoE.route(self, scores)
+        if self.softmax:
+            indices, weights = BiasedSoftmaxMoE.route(self, scores)
+            return indices, weights * self.routed_scale
         indices, weights = super().route(scores)
         return indices, weights * self.routed_scale
 
@@ -300,7 +306,8 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.A,
         case.norm_topk,
         case.scale,
-        score_bias if case.sigmoid else None,
+        score_bias if case.sigmoid or case.softmax else None,
+        case.softmax,
         case.shared,
         case.gated,
     )
@@ -408,6 +415,7 @@ LAYERS = {
         | dict(n_layer=2, full_layers=(1,), qk_norm="head", routed_scale=1.5)
         | dict(conv_channels=160, conv_bias=True),  # no multiple of a program's channels
     ),
+    "ernie4_5_moe": (Ernie4_5MoeArgs, SMALL | dict(shared_intermediate=2 * 64)),
 }  # arguments by family
 NEVER_PACKED = ".router", ".shared_gate"
 
@@ -458,7 +466,7 @@ def small_model(
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
-        for kind in (FusedDecodeAttention, FusedLatentAttention, ShortConv):
+        for kind in (FusedDecodeAttention, FusedLatentAttention, FusedShortConv):
             takes = lambda self, qkv, _: getattr(self, "supported", True) and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))
         yield

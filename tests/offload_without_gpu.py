@@ -38,7 +38,9 @@ ASKS = (8, 3, 1, 2, 40), (5, 5, 4, 3, 1030)  # E, R, T, A, D
 def place_differences() -> int:
     """Count the calls, of 80 a shape, in which kernel and plain PyTorch differ."""
     wrong, generator = 0, torch.Generator().manual_seed(0)
+    expert_paging.TRIED = 5
     for E, R, P in PLACED:
+        prefetches = R < E
         caches = [DeviceExpertCache(E, range(R), CPU) for _ in range(2)]
         for call in range(80):
             copies = torch.randint(0, 3, (3,), generator=generator).minimum(torch.arange(3))
@@ -47,9 +49,9 @@ def place_differences() -> int:
             # -1 and E are experts of other ranks.
             chosen = torch.randint(-1, E + 1, (P,), generator=generator)
             places = expert_paging.place_plainly, expert_paging.place_by_kernel
-            how = R, call % 4 == 3  # a prediction
+            how = R, prefetches and call % 4 == 3  # a prediction
             found = [
-                [*function(chosen, cache.table(call % 3 > 0), *how), *cache.buffers()]
+                [*function(chosen, cache.table(call % 3 > 0, prefetches), *how), *cache.buffers()]
                 for function, cache in zip(places, caches, strict=True)
             ]
             wrong += not all(map(torch.equal, *found))
@@ -137,8 +139,9 @@ def spills() -> dict[str, int]:
     x = torch.empty(1, 2048, dtype=torch.bfloat16)
 
     def launch() -> None:
-        table = cache.table(True)
-        expert_paging.place_by_kernel(ids[0], table, 64)
+        expert_paging.place_by_kernel(ids[0], cache.table(True), 64)
+        for predicted in (False, True):
+            expert_paging.place_by_kernel(ids[0], cache.table(True, True), 64, predicted)
         with mock.patch.object(cpu_share, "can_launch", lambda x: True):
             cpu_share.ask(x, ids, ids, weights, box, 64, 256)
             cpu_share.answer(x.float(), box, torch.bfloat16, x)

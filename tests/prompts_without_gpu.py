@@ -1,7 +1,6 @@
 """Long prompts by `PromptRunner`: for tests/test_step_through.py, and on a GPU for test_cuda.py."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -11,12 +10,10 @@ from formats.packed import column_order
 from formats.quantizer import pack_weight
 from model import Chunk
 from ops.attention.prompt_attention import attend_prompt
-from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import activate_rows, gather_rows
-from ops.products.prompt_unpack import unpack_rows
-from ops.products.prompt_weights import GateTensors, PromptTile
+from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_weights import PromptTile
 from runtime.fused_layer import fused_layers
 from runtime.fused_prompt import PromptRunner
 from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, small_model
@@ -62,44 +59,25 @@ def reorders_rows(format: str) -> bool:
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
 
 
-def random_product(format: str, sizes: tuple[int, ...], out: int) -> tuple:
-    """Return the arguments of `grouped_gemm` for random rows of experts, and unpacked weights.
+def product_error(format: str, tile: PromptTile) -> float:
+    """Compare a product of experts' rows, taken from tokens, with one of unpacked weights.
 
-    format: "plain", or the name of one. Weights are in the order of x.
+    format: "plain", or the name of one.
     """
-    ends, width = torch.tensor(sizes).cumsum(0).int(), 512
+    sizes, out, width, active = (5, 0, 30), 200, 512, 2
+    ends, pairs = torch.tensor(sizes).cumsum(0).int(), torch.randperm(sum(sizes))
     x, weight = torch.randn(sum(sizes), width).half(), torch.randn(len(sizes), out, width)
-    if format == "plain":
-        return (x, ends, {"codes": weight.half()}, "plain", 16, 1), weight.half()
-    own = FORMATS[format]
-    group = own.default_group(width)
-    spec = {"format": format, "group_size": group}
-    parts = pack_weight(weight, spec, torch.device("cpu"))
-    weight = own.unpack(parts, group)[..., column_order(format, group, width, x.device)]
-    return (x, ends, parts, own.kind, own.bits, group), weight
-
-
-def activation_errors(format: str, activation: Activation, tile: PromptTile) -> list[float]:
-    """Compare activations in the product's epilogue, of tokens, with those of gathered rows."""
-    sizes, out, active = (5, 0, 30), 96, 2
-    given, _ = random_product(format, sizes, out)
-    x, pairs = given[0], torch.randperm(sum(sizes))
-    rows = gather_rows(x, pairs, active, None)
-    both = grouped_gemm(rows, *given[1:], tile=replace(tile, tail=tile.rows, near=1))
-    experts = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
-    columns, bias, found = torch.randperm(out // 2).int(), torch.randn(3, out).half(), []
-    for gate in (GateTensors(), GateTensors(bias, columns)):
-        options = dict(pairs=pairs, active=active, activation=activation, gate=gate, tile=tile)
-        got = grouped_gemm(*given, **options)
-        own = None if gate.bias is None else experts
-        found.append(relative(got, activate_rows(both, activation, gate.bias, own, gate.columns)))
-    return found
-
-
-def unpacking_error(format: str) -> float:
-    """Compare a weight that a kernel unpacks, with rows and numbers beside whole blocks."""
-    (x, _, parts, *rest), weight = random_product(format, (1,), 40)
-    return relative(unpack_rows(parts, *rest, x.shape[1], x.dtype), weight[0])
+    product = {"codes": weight.half()}, "plain", 16, 1
+    if format != "plain":
+        own, group = FORMATS[format], FORMATS[format].default_group(width)
+        spec = {"format": format, "group_size": group}
+        parts = pack_weight(weight, spec, torch.device("cpu"))
+        weight = own.unpack(parts, group)[..., column_order(format, group, width, x.device)]
+        product = parts, own.kind, own.bits, group
+    got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile)
+    rows = x[pairs // active].float().split(sizes)
+    want = torch.cat([rows @ w.float().T for rows, w in zip(rows, weight, strict=True)])
+    return relative(got, want)
 
 
 def attention_error(Q: int, S: int, window: int | None, has_sinks: bool, C: int) -> float:

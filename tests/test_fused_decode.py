@@ -8,6 +8,7 @@ import torch
 
 import model
 import tp
+from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
@@ -31,6 +32,7 @@ HOPPER = torch.device("cuda", 0)  # once `found` says so
 REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
     "gemma-4-26B-A4B": "no kernels for SandwichAddNorm",
+    "Kolibri-1-78B-A3.5B": "no kernels for SandwichAddNorm",
     "DeepSeek-V3": "no kernels for SigmoidRoutedMoE",  # groups of experts
 }
 
@@ -151,6 +153,10 @@ def test_shards_have_the_kernels_of_the_whole_model(name, mode):
     """Also where a rank's rows are no whole groups of the checkpoint."""
     model, shard = on_meta(name, mode), shard_on_meta(name, mode, "tensor")
     layers = fused_layers(shard)
+    if name.startswith("Laguna") and mode == "fp8b":
+        # A rank's gates divide its blocks of rows: into 4, 8 or 12, where the kernels take 16.
+        assert len(layers) < len(fused_layers(model))
+        return
     assert len(layers) == len(fused_layers(model))
     assert not any(layer.experts.takes_tokens(2) for layer in layers.values())
     whole_experts = fused_layers(shard_on_meta(name, "bf16", "expert")).values()
@@ -168,19 +174,21 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "queries", "length", "bounds"),
+    ("name", "cache", "queries", "length", "bounds"),
     (
-        ("Qwen3-30B-A3B", 1, 32768, [256, None]),
-        ("Qwen3-30B-A3B", 1, 256, [None]),
-        ("Qwen3-30B-A3B", 4, 32768, [640, None]),
-        ("gpt-oss-20b", 1, 4096, [256, None]),  # layers with a window have one part
-        ("Qwen3.6-35B-A3B", 1, 4096, [128, None]),
-        ("DeepSeek-V2-Lite", 1, 32768, [None]),  # latent attention
+        ("Qwen3-30B-A3B", "plain", 1, 32768, [256, None]),
+        ("Qwen3-30B-A3B", "plain", 1, 256, [None]),
+        ("Qwen3-30B-A3B", "plain", 4, 32768, [640, None]),
+        ("Qwen3-30B-A3B", "int8", 1, 32768, [None]),
+        ("Qwen3-30B-A3B", "int8", 4, 32768, [640, None]),
+        ("gpt-oss-20b", "plain", 1, 4096, [256, None]),  # layers with a window have one part
+        ("Qwen3.6-35B-A3B", "plain", 1, 4096, [128, None]),
+        ("DeepSeek-V2-Lite", "plain", 1, 32768, [None]),  # latent attention
     ),
 )
-def test_steps_of_a_long_cache_have_a_bound_of_one_part(name, queries, length, bounds):
+def test_steps_of_a_long_cache_have_a_bound_of_one_part(name, cache, queries, length, bounds):
     model = on_meta(name, "bf16")
-    model.setup_cache(1, length)
+    model.setup_cache(1, length, KV_CACHES[cache])
     assert FusedRunner(model).reaches(queries, length) == bounds
 
 

@@ -28,12 +28,14 @@ READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
+    *("minimax_m2", "ernie4_5_moe", "afmoe"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
 SAID = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
     "qwen2_moe": {"norm_topk_prob": False},
+    "afmoe": {"layer_types": ["sliding_attention"] * 3, "num_shared_experts": 1},
     "lfm2_moe": {"conv_bias": False, "routed_scaling_factor": 1.0},
 }
 
@@ -179,6 +181,38 @@ WIDE_CONFIGS = {
         num_experts=4,
         num_dense_layers=1,
         layer_types=["full_attention", "conv"],
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **WIDE | {"num_experts_per_tok": 2},
+        intermediate_size=256,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_local_experts=4,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **WIDE | FEW,
+        intermediate_size=256,
+        num_key_value_heads=4,
+        head_dim=32,
+        sliding_window=16,
+        num_experts=4,
+        num_shared_experts=1,
+        route_scale=1.5,
+        mup_enabled=True,
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **WIDE,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_key_value_heads=4,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=2,
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **WIDE | FEW,

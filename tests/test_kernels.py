@@ -368,26 +368,51 @@ def test_the_assembly_of_bytes_multiplies_them(word, x):
         assert found == sum(map(operator.mul, numbers, x)) + 1000
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    word=st.integers(0, 2**32 - 1),
+    x=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=8, max_size=8),
+)
+def test_the_assembly_of_e2m1_multiplies_what_the_codes_are(word, x):
+    """Sums of x * (12 + 2 * number) over four codes each, as in the interpreter's twin."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    low, high = (
+        sum((number & 0xFFFF) << 16 * n for n, number in enumerate(some)) for some in (x[:4], x[4:])
+    )
+    table = {
+        f"_{7 + n}": int(text, 16)
+        for n, text in enumerate(re.findall("0x[0-9A-F]{8}", words.e2m1_table.src))
+    }
+    found = run_assembly(
+        assembly(words._dot_e2m1), _2=word, _3=low, _4=high, _5=1000, _6=-1000, **table
+    )
+    levels = [int(2 * value) for value in E2M1]
+    numbers = [(-1 if word >> 4 * n & 8 else 1) * levels[word >> 4 * n & 7] for n in range(8)]
+    sums = [
+        sum((12 + number) * of_x for number, of_x in zip(*half, strict=True))
+        for half in ((numbers[:4], x[:4]), (numbers[4:], x[4:]))
+    ]
+    assert [found["$0"], found["$1"]] == [sums[0] + 1000, sums[1] - 1000]
+
+
 @settings(max_examples=100, deadline=None)
 @given(word=st.integers(0, 2**32 - 1))
-def test_the_assembly_of_tables_finds_each_number(word):
+def test_the_assembly_of_a_look_up_finds_each_number_of_iq4(word):
     """For each half of the table one look-up; the sum of both is the number."""
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    levels = [int(2 * value) for value in E2M1]
-    levels = [12 + level for level in levels] + [12 - level for level in levels]
     text = assembly(words._select)
-    for numbers, function in ((levels, words.e2m1_table), (IQ4, words.iq4_table)):
-        terms = re.findall("lanes ([+-]) (0x[0-9A-F]{8})", function.src)
-        table = [int(sign + digits, 16) & 0xFFFFFFFF for sign, digits in terms]
-        for shift in (0, 16):
-            codes = word >> shift
-            first = run_assembly(text, _1=table[0], _2=table[1], _3=codes)["$0"]
-            other = (word ^ 0x88888888) >> shift
-            second = run_assembly(text, _1=table[2], _2=table[3], _3=other)["$0"]
-            sums = zip(first.to_bytes(4, "little"), second.to_bytes(4, "little"), strict=True)
-            found = [sum(byte - (byte >> 7 << 8) for byte in pair) for pair in sums]
-            assert found == [numbers[codes >> 4 * n & 15] for n in range(4)]
+    terms = re.findall("lanes ([+-]) (0x[0-9A-F]{8})", words.iq4_table.src)
+    table = [int(sign + digits, 16) & 0xFFFFFFFF for sign, digits in terms]
+    for shift in (0, 16):
+        codes = word >> shift
+        first = run_assembly(text, _1=table[0], _2=table[1], _3=codes)["$0"]
+        other = (word ^ 0x88888888) >> shift
+        second = run_assembly(text, _1=table[2], _2=table[3], _3=other)["$0"]
+        sums = zip(first.to_bytes(4, "little"), second.to_bytes(4, "little"), strict=True)
+        found = [sum(byte - (byte >> 7 << 8) for byte in pair) for pair in sums]
+        assert found == [IQ4[codes >> 4 * n & 15] for n in range(4)]
 
 
 @pytest.mark.parametrize("K", range(4))

@@ -555,11 +555,11 @@ def test_a_prediction_prefetches_while_half_of_them_are_right(every):
     for call in range(calls):
         cached = [*cache.cached()]
         likeliest = [next(n for n in range(6) if n not in cached), cached[-1]]
-        to_copy, slots = place(torch.tensor(likeliest), cache.table(True), 3, guesses=True)
+        to_copy, slots = place(torch.tensor(likeliest), cache.table(True, True), 3, predicted=True)
         fetches = call < TRIED or every == 2
         assert to_copy.tolist() == ([likeliest[0], -1] if fetches else [-1, -1])
         assert (slots[0] < 3) == fetches and slots[1] < 3
-        place(torch.tensor([likeliest[fetches and call % every > 0]]), cache.table(False), 3)
+        place(torch.tensor([likeliest[fetches and call % every > 0]]), cache.table(False, True), 3)
     hits, misses, left, prefetched, right = cache.counters.tolist()[1:]
     assert (hits + misses, left) == (calls, 0) and misses == calls - prefetched
     made = calls if every == 2 else TRIED
@@ -871,6 +871,16 @@ def test_the_study_has_the_hits_of_an_offloaded_model(make):
     profile = study_offload.profile_of(chosen, E)
     assert found["hit_ratio"]["kept"][3] == pytest.approx(profile.hit_ratio(3))
     assert all(row[E] == 1 for row in found["hit_ratio"].values())
+
+
+def test_a_perfect_prediction_of_one_expert_is_a_hit():
+    generator = random.Random(2)
+    steps = [[generator.randrange(5)] for _ in range(200)]
+    known = study_offload.replay(steps, 5, 2, "prefetch", steps)[0]
+    none = study_offload.replay(steps, 5, 2, "prefetch")[0]
+    assert known == 200 > none == study_offload.replay(steps, 5, 2, "lru")[0]
+    wrong = [[(expert + 1) % 5] for (expert,) in steps]
+    assert study_offload.replay(steps, 5, 1, "prefetch", wrong)[0] == 0
 
 
 def test_recall_is_that_of_the_next_router(make):

@@ -784,15 +784,17 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
     recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid")
-    of_recurrence = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias", "conv.weight")}
+    of_recurrence = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias")}
     assert (of_recurrence if recurrent else set()) == of_recurrence & kept
-    sigmoid_routed = family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe")
-    sigmoid_routed = sigmoid_routed or family in ("nemotron_h", *WINDOWED[1:])
+    assert (recurrent or family == "lfm2_moe") == ("layers.0.attention.conv.weight" in kept)
+    corrected = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe", "minimax_m2", "afmoe")
+    sigmoid_routed = family in (*corrected, "nemotron_h", *WINDOWED[1:])
+    biased = sigmoid_routed or family == "ernie4_5_moe"
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)
     with_norms = with_norms and family != "nemotron_h"
     assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
-    assert sigmoid_routed == ("layers.2.ffn.score_bias" in kept)
+    assert biased == ("layers.2.ffn.score_bias" in kept)
     latent = family.startswith("deepseek") or family == "glm4_moe_lite"
     assert latent == ("layers.0.attention.wkv" in kept)
     assert (family in ("gpt_oss", "flint")) == ("layers.0.attention.sinks" in kept)

@@ -18,17 +18,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="ops/ needs triton")
 
 from model import Context, KVCache
-from models.layers.short_conv import ShortConv
-from ops.declared import SWIGLU, Activation
+from models.layers.short_conv import FusedShortConv
 from ops.products.prompt_weights import PromptTile
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
-    activation_errors,
     attention_error,
+    product_error,
     prompt_errors,
     reorders_rows,
-    unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
 
@@ -72,7 +70,7 @@ def test_a_short_convolution(tokens, length, bias):
     """Two sequences and an idle one: one at position 0, one with padding. Results and the ring."""
     torch.manual_seed(0)
     sizes = dict(dim=32, conv_channels=160, conv_width=3, conv_bias=bias)
-    layer = ShortConv(SimpleNamespace(**sizes))
+    layer = FusedShortConv(SimpleNamespace(**sizes))
     cache = layer.allocate(4, length, KVCache, torch.zeros(1))
     cache.kv.normal_()
     for parameter in layer.parameters():
@@ -127,22 +125,16 @@ def test_rows_are_put_into_the_order_of_a_product(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "activation", "tile"),
+    ("format", "tile"),
     (
-        pytest.param("int4", SWIGLU, PromptTile(64, 32, 128, 4), marks=pytest.mark.slow),
-        pytest.param("int8", SWIGLU, PromptTile(16, 64, 64, 4, near=2), marks=pytest.mark.slow),
-        ("mxfp4", Activation("clamped", 7.0, 1.7), PromptTile(32, 32, 128, 4, tail=16)),
-        ("plain", SWIGLU, PromptTile(32, 64, 64, 4, tail=16)),
+        ("int4", PromptTile(64, 64, 128, 4, near=2)),
+        ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16)),
+        ("plain", PromptTile(16, 32, 64, 4, near=1)),
     ),
 )
-def test_the_activation_in_a_prompts_product(format, activation, tile):
-    """Rows of tokens, an expert's last rows, biases, the order of the next product."""
-    assert max(activation_errors(format, activation, tile)) < 1e-3
-
-
-@pytest.mark.parametrize("format", ("int8", "fp8b", "int4", "hqq3", "q4_k", "q6_k", "nvfp4"))
-def test_a_weight_is_unpacked_for_the_library(format):
-    assert unpacking_error(format) < 4e-4  # the rounding to 16 bits
+def test_a_prompts_product_of_tokens(format, tile):
+    """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack."""
+    assert product_error(format, tile) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ from formats.regroup import Regrouping
 from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, ModelArgs, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
+from models.afmoe import AfmoeArgs
 from models.deepseek import DeepseekArgs
+from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.family import Shard
 from models.flint import FlintArgs
 from models.gemma4 import Gemma4Args
@@ -47,6 +49,7 @@ from models.layers.granite import GraniteMoeArgs
 from models.layers.layer_rope import LayerRope, LayerRopeArgs
 from models.layers.yarn import Yarn
 from models.lfm2_moe import Lfm2MoeArgs
+from models.minimax_m2 import MiniMaxM2Args
 from models.nemotron_h import NemotronHArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
@@ -260,6 +263,36 @@ FAMILIES = {
         conv_channels=256,
         conv_bias=True,
         routed_scale=1.5,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "minimax_m2": MiniMaxM2Args(
+        "minimax_m2",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        qk_norm="full",
+        rotary_dim=16,
+    ),
+    "ernie4_5_moe": Ernie4_5MoeArgs(
+        "ernie4_5_moe",
+        **SIZES,
+        n_kv_head=4,
+        n_expert=8,
+        n_active=3,
+        tied_embeddings=True,
+        shared_intermediate=512,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "afmoe": AfmoeArgs(
+        "afmoe",
+        **WINDOWED,
+        n_kv_head=4,
+        shared_intermediate=256,
+        routed_scale=1.5,
+        mup=True,
         dense_layers=(0,),
         dense_intermediate=512,
     ),

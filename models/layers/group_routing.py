@@ -1,4 +1,4 @@
-"""Routers that choose groups of experts first, by softmax or by sigmoid scores (DeepSeek, GLM)."""
+"""Routers by softmax or sigmoid scores, with groups of experts or a bias (DeepSeek, GLM, ERNIE)."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers.shared_expert import SharedExpertMoE
-from ops.declared import ExpertAdditions, Routing
+from ops.declared import ExpertAdditions, Routing, runs_unchecked
 from ops.plain.topk import top_k
 
 
@@ -74,3 +74,23 @@ class SigmoidRoutedMoE(GroupRoutedMoE):
         if added is None or added.routing is None:
             return None
         return replace(added, routing=replace(added.routing, score_bias=self.score_bias))
+
+
+class BiasedSoftmaxMoE(SharedExpertMoE):
+    """Softmax scores; a learned bias corrects the choice alone (ERNIE 4.5)."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.score_bias = nn.Parameter(torch.empty(args.n_expert), requires_grad=False)
+
+    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        parts = scores.float().softmax(dim=-1)
+        _, expert_indices = top_k(parts + self.score_bias, self.n_active)
+        parts = parts.gather(-1, expert_indices)
+        return expert_indices, parts / parts.sum(dim=-1, keepdim=True) if self.norm_topk else parts
+
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        """Return the additions. No GPU has run their kernels yet: they are no default."""
+        added = super().fused_decode_settings()
+        routing = Routing(self.n_active, self.norm_topk, score_bias=self.score_bias, softmax=True)
+        return replace(added, routing=routing) if added and runs_unchecked() else None

@@ -126,7 +126,7 @@ class LayerRopeFamily(WindowedFamily):
 
         Raises ValueError if layers of this kind have none.
         """
-        if config.get("rope_scaling") is not None:
+        if "rope_scaling" in config:
             raise unsupported("rope_scaling", config["rope_scaling"], "rope_parameters are")
         sets, kinds = config.get("rope_parameters"), config.get("layer_types")
         sets = self.layer_ropes if sets is None else sets
@@ -135,6 +135,8 @@ class LayerRopeFamily(WindowedFamily):
             found = self.layer_ropes[kind]
         if not isinstance(found, Mapping):
             raise unsupported("rope_parameters", sets, f"a set for {kind} is needed")
+        if found.get("rope_theta") is None:
+            raise unsupported("rope_parameters", sets, f"rope_theta of {kind} needs a value")
         part = "partial_rotary_factor"
         if config.get(part) is not None and part not in found:
             raise unsupported(part, config[part], f"the set for {kind} has none")

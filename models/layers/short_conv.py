@@ -88,12 +88,21 @@ class ShortConv(nn.Module):
 
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections."""
-        if torch.compiler.is_compiling() and self.takes(projected, context):
-            return self.fused_core(projected, context)
         b, c, x = projected.chunk(3, dim=-1)
         inputs = self.cache.append(b * x, context, self.width)
         # Materialized, or Inductor recomputes it in every row of the product.
         return materialize(c * causal_conv(inputs, self.conv.weight, self.conv.bias))
+
+
+class FusedShortConv(ShortConv):
+    """The same with one kernel between the projections, for a few tokens on a GPU."""
+
+    projections = ShortConv.projections
+
+    def core(self, projected: Tensor, context: Context) -> Tensor:
+        if torch.compiler.is_compiling() and self.takes(projected, context):
+            return self.fused_core(projected, context)
+        return super().core(projected, context)
 
     def takes(self, projected: Tensor, context: Context) -> bool:
         """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""

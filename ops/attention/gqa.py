@@ -7,7 +7,8 @@ A program attends with some query heads of one KV head, as rows of a tile of ten
 each older key and value once for all of them. Programs share the positions of a long sequence
 (Flash-Decoding, Dao et al. 2023): `find_parts` chooses how many from the position, on the GPU. The
 other programs end at once. A caller that knows a bound of the positions (`reach`) saves them, and
-`merge_kernel`. Merging by the last program of a KV head to end takes longer than that kernel.
+`merge_kernel`. Merging by the last program of a KV head to end takes longer than that kernel, and
+so do thread block clusters, which exchange parts through shared memory (H100).
 
 No program waits for another: each computes the keys and values of the call's own tokens itself, and
 reads only earlier positions from the cache.

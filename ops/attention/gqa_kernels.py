@@ -40,6 +40,15 @@ def find_parts(positions, sequence, s: tl.constexpr):
 
 
 @jit
+def _find_span(first, end, part, parts, s: tl.constexpr):
+    """Return a part's first position, its end, and its length. Parts are neighbors, and equal."""
+    ALIGN: tl.constexpr = s.align
+    length = (end - first + parts * ALIGN - 1) // (parts * ALIGN) * ALIGN
+    first += part * length
+    return first, tl.minimum(first + length, end), length
+
+
+@jit
 def _find_rows(sequence, program, s: tl.constexpr):
     """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
     G: tl.constexpr = s.layer.group
@@ -145,14 +154,19 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
 
 
 @jit
-def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: tl.constexpr, s):
-    """Add the block from position `begin` to a softmax, where a row sees it (`add_block`).
+def _add_positions(softmax, queries, block, place, query, BLOCK: tl.constexpr, s):
+    """Add a block, keys and values, to a softmax, where a row sees it (`add_block`).
 
-    start: the first query's position; query [M]: each row's query, that many positions later.
+    place: the block's first position, the end of the part, and the first query's position.
+    query [M]: each row's query, that many positions later.
     """
+    keys, values = block
+    begin, end, start = place
     key = begin + tl.arange(0, BLOCK)[None, :]
     WINDOW: tl.constexpr = s.layer.window
-    seen = key < start if s.appends else key <= (start + query)[:, None]
+    seen = key < end
+    if not s.appends:
+        seen = seen & (key <= (start + query)[:, None])
     if s.longest > WINDOW:
         seen = seen & (key > (start + query)[:, None] - WINDOW)
     return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
@@ -161,11 +175,11 @@ def _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK: t
 @jit
 def _load_gate(qkv, token, head, c, a: tl.constexpr):
     """Load the gate of heads for their numbers c: like token + c, or without c's axis 1 wide."""
-    at = qkv + token * a.projected + a.first_gate + head * a.gate_width
+    C: tl.constexpr = a.head_dim
     if a.head_gate:
-        return tl.load(at)
+        return tl.load(qkv + token * a.projected + a.first_gate + head)
     else:
-        return tl.load(at + c)
+        return tl.load(qkv + (token * (a.projected // C) + a.first_gate // C + head) * C + c)
 
 
 @jit
@@ -207,11 +221,10 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
-    first += part * BLOCK
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
     if PDL and s.loops and s.tile.block == BLOCK:
-        _prefetch_block(cache, first + parts * BLOCK, end, s)
+        _prefetch_block(cache, first + BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
@@ -231,13 +244,15 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         acc = tl.zeros([M, C], tl.float32)
     queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
     softmax = row_max, row_sum, accs
-    softmax = _add_positions(softmax, queries, keys, values, first, start, query, BLOCK, s)
+    place = first, end, start
+    softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     STAGES: tl.constexpr = s.tile.stages
     if s.loops and s.tile.block == BLOCK:
-        for begin in tl.range(first + parts * BLOCK, end, parts * BLOCK, num_stages=STAGES):
+        for begin in tl.range(first + BLOCK, end, BLOCK, num_stages=STAGES):
             keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK, s.ring)
             values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK, s.ring)
-            softmax = _add_positions(softmax, queries, keys, values, begin, start, query, BLOCK, s)
+            place = begin, end, start
+            softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
     if s.appends and parts == 1:
@@ -253,7 +268,7 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
 
 
 # Grid [K * SPLITS, B, P]: a program computes EACH query heads of one KV head, SPLITS programs a KV
-# head, over every `parts`-th block of older positions. Row r is query r // EACH of head r % EACH.
+# head, over a part of the older positions. Row r is query r // EACH of head r % EACH.
 # Programs of the first parts start first: the others may have nothing to do.
 @jit
 def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr):
@@ -262,6 +277,7 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
+    first, end, length = _find_span(first, end, part, parts, s)
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
     else:
@@ -276,8 +292,7 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     cache = keys, scales[0], values, scales[1]
     place = sequence, program, part, parts, start, first, end, count_stored
     BLOCK: tl.constexpr = s.tile.block
-    count = end - first
-    is_wide = ((parts == 1) & (count > BLOCK) & (count <= 2 * BLOCK)).to(tl.int32)
+    is_wide = ((length > BLOCK) & (length <= 2 * BLOCK)).to(tl.int32)
     BODIES: tl.constexpr = s.bodies
     for WIDE in tl.static_range(BODIES):
         if is_wide == WIDE or BODIES == 1:
@@ -308,7 +323,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
     if a.gate != "":
-        gate = _load_gate(qkv, token, head, c[None, :], a)
+        gate = _load_gate(qkv, token, head, c, a)
+        gate = gate if a.head_gate else gate[None, :]
     in_group = head % a.group
     program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
     part = tl.arange(0, s.padded_parts)

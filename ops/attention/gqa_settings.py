@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
+from ops.gpu import gpu_of
 
 FEWEST_ROWS = 16  # that tensor cores multiply
 FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
@@ -121,7 +122,7 @@ class Tile:
 
     block: int  # positions at once
     stages: int  # blocks in flight, and the one in use
-    wide: bool = False  # read two blocks as one, where one part has more than one and up to two
+    wide: bool = False  # read two blocks as one, where a part has more than one and up to two
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class KernelSettings:
     int8: bool = False
     appends: bool = True  # q is raw, and its own keys are not yet in the cache
     one_part: int = 0  # positions up to which there is one part
+    few_parts: int = MAX_PARTS  # up to which a part is one block
 
     @property
     def splits(self) -> int:
@@ -166,11 +168,6 @@ class KernelSettings:
     def width(self) -> int:
         """Numbers, or int16 units of an int8 cache, of a head."""
         return self.layer.head_dim // 2 if self.int8 else self.layer.head_dim
-
-    @property
-    def few_parts(self) -> int:
-        """Parts of one block, at most."""
-        return FEW_PARTS if self.queries == 1 and not self.int8 else MAX_PARTS
 
     @property
     def rms_columns(self) -> int:
@@ -219,9 +216,14 @@ def pow2(n: int) -> int:
 
 
 def choose_tiles(C: int, itemsize: int, Q: int) -> Iterator[Tile]:
-    """Yield tiles for heads of this size, the fastest first; itemsize: of the cache (H200)."""
+    """Yield tiles for heads of this size, the fastest first; itemsize: of the cache (H200).
+
+    One query of an int8 cache has smaller ones: more programs of a multiprocessor (H100).
+    """
     block = min(128, max(16, (4096 if itemsize == 4 else 16384) // C))
     if Q == 1:
+        if itemsize == 1 and C > 64:
+            block = min(64, block)
         if itemsize == 2:
             yield Tile(block, 3, wide=True)
         yield Tile(block, 3)
@@ -256,7 +258,19 @@ def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.de
     if length <= s.one_part:
         return 1
     side_by_side = 1 if s.queries == 1 and not s.int8 else PROGRAMS
-    return count_parts(programs, length, s.tile.block, device, side_by_side)
+    return min(MAX_PARTS, count_parts(programs, length, s.tile.block, device, side_by_side))
+
+
+def choose_few_parts(programs: int, s: KernelSettings, device: torch.device) -> int:
+    """Return up to how many parts are one block, for this many programs of each part.
+
+    One query of an int8 cache: as many as the multiprocessors. More parts take longer to merge
+    than their programs save (H100).
+    """
+    if s.queries > 1:
+        return MAX_PARTS
+    processors = gpu_of(device).multiprocessors
+    return min(MAX_PARTS, max(1, processors // programs) if s.int8 else FEW_PARTS)
 
 
 def takes_queries(Q: int, C: int) -> bool:
@@ -268,11 +282,14 @@ def takes_queries(Q: int, C: int) -> bool:
 
 
 def one_part(Q: int, C: int, itemsize: int) -> int:
-    """Return up to how many positions are one part, for heads of C numbers.
+    """Return up to how many positions are worth kernels of one part, for heads of C numbers.
 
-    itemsize: of the cache. With one query they are one block, or two.
+    itemsize: of the cache. With one query they are one block, or two. 0: an int8 cache has more
+    parts from its second block on, because it takes longer to read than to merge (H100).
     """
-    return ONE_PART // C if Q > 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
+    if Q > 1:
+        return ONE_PART // C
+    return 0 if itemsize == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
 
 
 def divide(
@@ -293,10 +310,10 @@ def divide(
             tile = replace(tile, wide=False)
         s = KernelSettings(
             *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
-            one_part=tile.block * (2 if Q == 1 else 1),
+            one_part=tile.block * (2 if Q == 1 and not int8 else 1),
         )
         P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
-        yield replace(s, parts=P)
+        yield replace(s, parts=P, few_parts=choose_few_parts(B * s.pairs, s, qkv.device))
 
 
 def int8_settings(

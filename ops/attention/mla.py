@@ -89,15 +89,14 @@ def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
 def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
     COLUMNS: tl.constexpr = s.tile.columns
     PADDED: tl.constexpr = triton.next_power_of_2(s.unrotated)
-    EACH: tl.constexpr = s.each
-    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * EACH
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
     n, c = tl.arange(0, PADDED), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
     has_head = s.own or head < s.heads
     inside = n < s.unrotated if s.own else n < tl.where(has_head, s.unrotated, 0)
     weights = tl.load(x.wkv + at, mask=inside[:, None], other=0.0)
     await_previous(PDL)
-    for i in range(EACH):
+    for i in range(s.each):
         token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
         if has_head:
             query = tl.load(x.q + token * s.q_row + head * s.head_dim + n, mask=inside, other=0.0)
@@ -151,12 +150,10 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
     Latents from `seen` on are 0. Without int8 the scales are 1.0.
     """
     BLOCK: tl.constexpr = s.tile.block
-    RANK: tl.constexpr = s.rank
-    R: tl.constexpr = s.rotary_dim
     key = block * BLOCK + tl.arange(0, BLOCK)
     row, is_seen = cache + key[:, None] * s.width, (key < seen)[:, None]
-    latents = tl.load(row + tl.arange(0, RANK)[None, :], mask=is_seen, other=0)
-    keys = tl.load(row + RANK + tl.arange(0, R)[None, :], mask=is_seen, other=0)
+    latents = tl.load(row + tl.arange(0, s.rank)[None, :], mask=is_seen, other=0)
+    keys = tl.load(row + s.rank + tl.arange(0, s.rotary_dim)[None, :], mask=is_seen, other=0)
     scale = 1.0
     if scales is not None:
         scale = tl.load(scales + key, mask=key < seen, other=0.0).to(tl.float32)
@@ -180,7 +177,6 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
     H: tl.constexpr = s.heads
     R: tl.constexpr = s.rotary_dim
-    RANK: tl.constexpr = s.rank
     BLOCK: tl.constexpr = s.tile.block
     DTYPE: tl.constexpr = x.q.dtype.element_ty
     part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -215,7 +211,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     WIDTH: tl.constexpr = s.rank if s.maps else s.width
     query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, RANK], tl.float32)
+    acc = tl.zeros([M, s.rank], tl.float32)
     if s.own:  # noqa: SIM102  (decided when compiling, unlike the next)
         if part == 0:
             latent, key = _append_own(own, own_key, cache, scales, position, s)
@@ -247,8 +243,7 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     VALUES: tl.constexpr = s.tile.values
     RANK: tl.constexpr = s.rank
     Q: tl.constexpr = s.queries
-    EACH: tl.constexpr = s.each
-    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * EACH
+    head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
     row = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     c = tl.arange(0, RANK)[None, :]
     value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
@@ -258,7 +253,7 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
         tl.extra.cuda.gdc_wait()
-    for i in range(EACH):
+    for i in range(s.each):
         token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
         if not s.own:
             _, _, parts = _find_parts(x.positions, token // Q, s)

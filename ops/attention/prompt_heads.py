@@ -60,7 +60,7 @@ def prepare_heads(qkv, rope, weights, q, kv, s: tl.constexpr):
     M: tl.constexpr = s.rows
     token = tl.program_id(0)
     c = tl.arange(0, C)[None, :]
-    x = qkv + token.to(tl.int64) * (a.projected)
+    x = qkv + token.to(tl.int64) * a.projected
     own = kv + token.to(tl.int64) * (2 * K * C)
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
     q_rms, k_rms = 1.0, 1.0

@@ -31,9 +31,9 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from ops.halves import high_half, low_half
 from ops.launch import jit, tl
-from ops.products.operands import high_half, low_half, split_four
-from ops.products.operands import load_x as load_x
+from ops.products.operands import split_four
 from ops.products.units import first_byte, half, scale_and_min, second_byte
 from ops.products.words import (
     dot_bytes,
@@ -97,8 +97,7 @@ def load_scales(weights, expert, rows, quad, s):
 @jit
 def _load_gguf_scales(weights, rows, quad, s):
     """`load_scales` of GGUF's kinds: scales, then steps and the bits above the codes, if any."""
-    RUN: tl.constexpr = s.run
-    found = (tl.load(weights.scale + rows * (s.each * 4 // RUN) + quad * 4 // RUN),)
+    found = (tl.load(weights.scale + rows * (s.each * 4 // s.run) + quad * 4 // s.run),)
     if weights.step is not None:
         found = found + (tl.load(weights.step + rows * (s.each // 8) + quad // 8),)
     if weights.high is not None:

@@ -67,10 +67,9 @@ def _await_choice(indices, s):
 @jit
 def _load_biases(bias, experts, factors, rows, s):
     """Load the biases of rows; with `gather` the sum of all experts' times routing weights."""
-    A: tl.constexpr = s.experts
     if s.gather:
         biases = tl.zeros(rows.shape, tl.float32)
-        for pair in tl.static_range(A):
+        for pair in tl.static_range(s.experts):
             at = tl.load(experts + pair) * s.out + rows
             biases += tl.load(bias + at).to(tl.float32) * tl.load(factors + pair)
     else:
@@ -108,21 +107,13 @@ def _multiply_sum(
     AHEAD: tl.constexpr = QUANTIZED or POLLED or not s.gather  # weights are loaded before the wait
     ROWS: tl.constexpr = s.rows
     TILES: tl.constexpr = s.tiles
-    DEPTH: tl.constexpr = s.depth
-    HELD: tl.constexpr = s.held
-    CHUNKS: tl.constexpr = s.chunks
-    HALF: tl.constexpr = s.half
-    RANKS: tl.constexpr = s.ranks
     TOKENS: tl.constexpr = s.tokens
-    BLOCKS: tl.constexpr = s.blocks
-    PAIRS: tl.constexpr = s.experts
-    QUERIES: tl.constexpr = s.queries
     OPERANDS: tl.constexpr = s.quantized[0]
     UNITS: tl.constexpr = s.quantized[1]
     row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
     rows, stores = shared_rows(ROWS)
-    token = tl.program_id(1) if BLOCKS > 1 else 0
-    if BLOCKS > 1:
+    token = tl.program_id(1) if s.blocks > 1 else 0
+    if s.blocks > 1:
         token = tl.minimum(token * TOKENS, s.T - TOKENS)  # the last block is whole
         y += token * s.stride
         if x.units is not None:
@@ -136,9 +127,9 @@ def _multiply_sum(
         for t in tl.static_range(TOKENS):
             adds = adds + (tl.load(residual + t * s.out + row + rows, mask=stores, other=0.0),)
     if s.gather:
-        experts, factors = choice.indices + token * PAIRS, choice.weights + token * PAIRS
+        experts, factors = choice.indices + token * s.experts, choice.weights + token * s.experts
         if choice.last is not None:  # noqa: SIM102  (known at compile time)
-            if token % QUERIES > tl.load(choice.last + token // QUERIES):  # padding
+            if token % s.queries > tl.load(choice.last + token // s.queries):  # padding
                 if PDL:
                     tl.extra.cuda.gdc_wait()
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
@@ -151,11 +142,11 @@ def _multiply_sum(
     if POLLED:
         _await_choice(experts, s)
     tiles, xs, besides = (), (), ()
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(s.depth):
         tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
     if POLLED:
         tl.extra.cuda.gdc_wait()
-    for d in tl.static_range(HELD):
+    for d in tl.static_range(s.held):
         besides = besides + (load_beside(x, factors, d, s),)
     # Loaded now, since in the end each program would wait a microsecond for it.
     if s.of_rows:
@@ -166,14 +157,14 @@ def _multiply_sum(
         if AHEAD and not POLLED and not s.early:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for d in tl.static_range(HELD):
+    for d in tl.static_range(s.held):
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
-        outboxes, call = find_outboxes(send.slots, send.calls, HALF, RANKS)
+        outboxes, call = find_outboxes(send.slots, send.calls, s.half, s.ranks)
     table = code_table(unknown_zero, s)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
-        for c in tl.static_range(CHUNKS):
+        for c in tl.static_range(s.chunks):
             if x.norm is not None:
                 squares += lane_squares(xs[c][0], s)
             xs = replace(xs, c, prepare(xs[c][0], besides[c], x, s))
@@ -201,7 +192,7 @@ def _multiply_sum(
             if PDL and s.early and t == 0:
                 tl.extra.cuda.gdc_wait()
             if send is not None:
-                send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, RANKS)
+                send_rows(total.to(y.dtype.element_ty), outboxes, call, row + rows, stores, s.ranks)
             else:
                 tl.store(y + t * s.stride + row + rows, total.to(y.dtype.element_ty), mask=stores)
         row = next_row

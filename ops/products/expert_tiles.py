@@ -127,12 +127,9 @@ def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
     A: tl.constexpr = s.A
     P: tl.constexpr = s.P
     QUERIES: tl.constexpr = s.queries
-    BLOCK: tl.constexpr = s.block
-    BINS: tl.constexpr = s.bins
-    SORTED: tl.constexpr = s.sorted
     TILE: tl.constexpr = s.tile
     await_previous(PDL)
-    pair, mine = tl.arange(0, BLOCK), tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    pair, mine = tl.arange(0, s.block), tl.program_id(0) * s.sorted + tl.arange(0, s.sorted)
     real, mine_is_real = pair < P, mine < P
     if last is not None:
         token, own = tl.minimum(pair, P - 1) // A, tl.minimum(mine, P - 1) // A
@@ -140,8 +137,8 @@ def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
         mine_is_real = mine_is_real & (own % QUERIES <= tl.load(last + own // QUERIES))
     expert = tl.load(indices + pair, mask=real, other=E).to(tl.int32)
     chosen = tl.load(indices + mine, mask=mine_is_real, other=E).to(tl.int32)
-    bins = tl.arange(0, BINS)
-    count = tl.where(bins < E, tl.histogram(expert, BINS), 0)
+    bins = tl.arange(0, s.bins)
+    count = tl.where(bins < E, tl.histogram(expert, s.bins), 0)
     tiles = (count + TILE - 1) // TILE
     ends = tl.cumsum(tiles, 0)
 
@@ -170,8 +167,7 @@ def _load_pair(pairs, routing, slot, count):
 @jit
 def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return the products of an expert's rows. scales: as of `load_row_scales`."""
-    KIND: tl.constexpr = s.kind
-    result = finish(tl.sum(total, 0), scales, KIND, DTYPE)
+    result = finish(tl.sum(total, 0), scales, s.kind, DTYPE)
     if bias is not None:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     return result
@@ -189,16 +185,10 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     GATED: tl.constexpr = s.gated
     DOWN: tl.constexpr = s.down
-    ROWS: tl.constexpr = s.rows
-    WARPS: tl.constexpr = s.warps
-    DEPTH: tl.constexpr = s.depth
-    X_DEPTH: tl.constexpr = s.x_depth
-    TILES: tl.constexpr = s.tiles
     TILE: tl.constexpr = 8 * s.tiles
-    A: tl.constexpr = s.active
     OUT: tl.constexpr = s.out
     N: tl.constexpr = OUT // 2 if GATED else OUT  # numbers of a result
-    row, tile = tl.program_id(0) * ROWS, tl.program_id(1)
+    row, tile = tl.program_id(0) * s.rows, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     count, expert = tl.load(order.counts + tile), tl.load(order.experts + tile)
@@ -242,9 +232,9 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     else:
         weights = WeightTensors(codes)
     tiles, xs = (), ()
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(s.depth):
         tiles = tiles + (load_rows(weights, row, d, s),)
-    rows, slot = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TILE)[None, :]
+    rows, slot = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
     scales = load_row_scales(weights, 0, rows, inside, s)
     if GATED:
@@ -252,11 +242,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Slots past the last pair compute the same as it, and are not stored.
-    lane = tl.arange(0, TILES * WARPS * 32)
-    lane_slot = tl.minimum(lane // (WARPS * 32) * 8 + lane // 4 % 8, count - 1)
+    lane = tl.arange(0, s.tiles * s.warps * 32)
+    lane_slot = tl.minimum(lane // (s.warps * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
-    begins = spread_begins((source if DOWN else source // A) * s.width, s)
-    for d in tl.static_range(X_DEPTH):
+    begins = spread_begins((source if DOWN else source // s.active) * s.width, s)
+    for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, begins, d, s, False),)
     # e2m1 has no registers left for these: fewer programs would run at once.
     if not s.e2m1:
@@ -289,7 +279,6 @@ def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
     A: tl.constexpr = s.A
     COLUMNS: tl.constexpr = s.columns
-    QUERIES: tl.constexpr = s.queries
     token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < D
     add = tl.zeros([COLUMNS], tl.float32)
@@ -297,7 +286,7 @@ def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
         add = tl.load(residual + token * D + column, mask=inside, other=0.0).to(tl.float32)
     end = D
     if last is not None:
-        end = tl.where(token % QUERIES <= tl.load(last + token // QUERIES), D, 0)
+        end = tl.where(token % s.queries <= tl.load(last + token // s.queries), D, 0)
     await_previous(PDL)
     total = tl.zeros([COLUMNS], tl.float32)
     for a in tl.static_range(A):

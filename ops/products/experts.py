@@ -81,14 +81,6 @@ class EachSettings(Product):
     routing: ChoiceSettings | None = None
 
 
-@jit
-def _activate(gate, up, s: tl.constexpr):
-    KIND: tl.constexpr = s.kind
-    LIMIT: tl.constexpr = s.limit
-    ALPHA: tl.constexpr = s.alpha
-    return activate(gate, up, KIND, LIMIT, ALPHA)
-
-
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
 # result, with two loads gate and up. An activation without a gate has one load. If there are
 # several tiles, x stays in registers, and the next tile's weights are loaded while this one's are
@@ -118,17 +110,11 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     I: tl.constexpr = s.out // s.loads  # rows of the result
     ROWS: tl.constexpr = s.rows
     TILES: tl.constexpr = s.tiles
-    DEPTH: tl.constexpr = s.depth
-    HELD: tl.constexpr = s.held
-    CHUNKS: tl.constexpr = s.chunks
     ROUTING: tl.constexpr = s.routing
     ACTIVATION: tl.constexpr = s.activation
-    WARPS: tl.constexpr = s.warps
-    NUMBERS: tl.constexpr = s.numbers
     OPERANDS: tl.constexpr = s.quantized[0]
     UNITS: tl.constexpr = s.quantized[1]
     PAIRS: tl.constexpr = s.pairs_of_row
-    QUERIES: tl.constexpr = s.queries
     BY_ROWS: tl.constexpr = 1 if (CHOOSE or SHARED) and PAIRS else 0  # the grid's axis of rows
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS)
@@ -142,7 +128,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         if x.units is not None:
             x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
         else:
-            x = Operand(x.numbers + token * NUMBERS, x.units, x.norm)
+            x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
         if CHOOSE:
             scores, of_token = scores + token * ROUTING.row, pair % PAIRS
             indices, factors = indices + token * PAIRS, factors + token * PAIRS
@@ -154,20 +140,20 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
                 choose(scores, None, indices, factors, ROUTING)
             return
     if choice.last is not None:  # noqa: SIM102
-        if token % QUERIES > tl.load(choice.last + token // QUERIES):
+        if token % s.queries > tl.load(choice.last + token // s.queries):
             return
     if CHOOSE:
-        expert = _find_expert(scores, of_token, ROUTING, WARPS)
+        expert = _find_expert(scores, of_token, ROUTING, s.warps)
     elif SHARED:
         expert = pair.to(tl.int64) * 0
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
     tiles, xs, besides = (), (), ()
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(s.depth):
         tiles = tiles + (load_weights(weights, expert, row, d, s),)
     if PDL and SHARED:
         tl.extra.cuda.gdc_wait()
-    for d in tl.static_range(HELD):
+    for d in tl.static_range(s.held):
         xs = xs + (load_parts(x, d, s),)
         besides = besides + ((),)
     if GATED:
@@ -177,7 +163,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     table = code_table(unknown_zero, s)
     rows, stores = result_rows(s)
     if TILES > 1:
-        for c in tl.static_range(CHUNKS):
+        for c in tl.static_range(s.chunks):
             xs = replace(xs, c, prepare(xs[c][0], (), x, s))
     for n in range(TILES):
         flat = expert * s.out + row + rows
@@ -207,9 +193,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
                 up += up_add
         out = h + pair * I + row + rows
         if s.loads == 2:
-            gate = _activate(gate, up, ACTIVATION)
+            gate = activate(gate, up, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
         elif ACTIVATION is not None:
-            gate = _activate(gate, gate, ACTIVATION)
+            gate = activate(gate, gate, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)

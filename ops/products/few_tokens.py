@@ -38,13 +38,9 @@ class DenseSettings(FewSettings):
 # The result is scale * (product + bias) + residual. All but x is loaded before the wait.
 @jit
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
-    DEPTH: tl.constexpr = s.depth
-    X_DEPTH: tl.constexpr = s.x_depth
-    ROWS: tl.constexpr = s.rows
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    KIND: tl.constexpr = s.kind
-    row = tl.program_id(0) * ROWS
+    row = tl.program_id(0) * s.rows
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
         x += first * s.width
@@ -52,12 +48,12 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         if residual is not None:
             residual += first * OUT
     tiles, norms, xs = (), (), ()
-    for d in tl.static_range(DEPTH):
+    for d in tl.static_range(s.depth):
         tiles = tiles + (load_rows(weights, row, d, s),)
-    rows, token = row + tl.arange(0, ROWS)[:, None], tl.arange(0, TOKENS)[None, :]
+    rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
     if norm is not None:
-        for d in tl.static_range(X_DEPTH):
+        for d in tl.static_range(s.x_depth):
             norms = norms + (load_fields(norm, None, d, s, True),)
     if residual is not None:
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
@@ -65,13 +61,13 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL)
-    for d in tl.static_range(X_DEPTH):
+    for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, None, d, s, False),)
     totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
     result = tl.sum(totals[0], 0)
     if norm is not None:
         result *= tl.rsqrt(token_sums(squares, s) / s.width + s.eps)[None, :]
-    result = finish(result, row_scales, KIND, x.dtype.element_ty)
+    result = finish(result, row_scales, s.kind, x.dtype.element_ty)
     if bias is not None:
         result += biases
     if s.scale != 1.0:

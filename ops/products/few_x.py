@@ -20,7 +20,6 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
     WARPS: tl.constexpr = s.warps
     FIELDS: tl.constexpr = s.unit_fields
     RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
-    WORDS: tl.constexpr = s.words
     TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
     at = tl.arange(0, 64 * WARPS * VEC * TILES)
     tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
@@ -43,8 +42,8 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
         number += tl.minimum(token, s.tokens - 1) * s.width
     RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
     number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
-    if WORDS % (4 * VEC * WARPS):
-        return tl.load(x + number, mask=quad < WORDS // VEC, other=0.0)
+    if s.words % (4 * VEC * WARPS):
+        return tl.load(x + number, mask=quad < s.words // VEC, other=0.0)
     else:
         return tl.load(x + number)
 
@@ -52,9 +51,8 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
 @jit
 def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
     """Load the x of all fields of a step, so that all loads are in flight at once."""
-    FIELDS: tl.constexpr = s.unit_fields
     fields = ()
-    for k in tl.static_range(FIELDS):
+    for k in tl.static_range(s.unit_fields):
         fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
     return fields
 
@@ -95,12 +93,10 @@ def token_fragments(numbers, s: tl.constexpr):
 @jit
 def token_sums(numbers, s: tl.constexpr):
     """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
-    VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
     if s.unit_fields == 1:
-        numbers = tl.reshape(numbers, [WARPS, 8, 8 * VEC])
+        numbers = tl.reshape(numbers, [s.warps, 8, 8 * s.vec])
     else:
-        numbers = tl.sum(tl.reshape(numbers, [2, WARPS, 8, 4 * VEC]), 0)
+        numbers = tl.sum(tl.reshape(numbers, [2, s.warps, 8, 4 * s.vec]), 0)
     return tl.sum(tl.sum(numbers, 2), 0)
 
 

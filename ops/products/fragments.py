@@ -129,11 +129,10 @@ def _rows_and_words(lane, row, step, s: tl.constexpr):
 
     Rows and words past the end become the last: such a row is not stored, such a word's x is 0.
     """
-    VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     rows = tl.minimum(row + lane // (32 * WARPS) * 8 + lane // 4 % 8, s.out - 1)
-    word = ((step * WARPS + lane // 32 % WARPS) * 4 + lane % 4) * VEC
-    return rows, tl.minimum(word, s.words - VEC)
+    word = ((step * WARPS + lane // 32 % WARPS) * 4 + lane % 4) * s.vec
+    return rows, tl.minimum(word, s.words - s.vec)
 
 
 @jit
@@ -145,7 +144,6 @@ def _load_step(weights, row, step, s: tl.constexpr):
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
     GROUP: tl.constexpr = s.group
-    WIDTH: tl.constexpr = s.width
     at = tl.arange(0, LANES * UNITS)
     rows, word = _rows_and_words(at // UNITS, row, step, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
@@ -164,10 +162,10 @@ def _load_step(weights, row, step, s: tl.constexpr):
             above = rows * (2 * s.words // SHARING) + word // SHARING * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
-        scale = weights.scale + rows // GROUP * (WIDTH // GROUP) + word * 4 // GROUP
+        scale = weights.scale + rows // GROUP * (s.width // GROUP) + word * 4 // GROUP
         tile = tile + (tl.load(scale),)
     elif s.step_scaled or s.e2m1:
-        group = rows * (WIDTH // GROUP) + word * 8 // GROUP
+        group = rows * (s.width // GROUP) + word * 8 // GROUP
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
             # fragments (kWidth 4).
@@ -187,11 +185,9 @@ def _load_step(weights, row, step, s: tl.constexpr):
 @jit
 def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
     """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any."""
-    RUN: tl.constexpr = s.run
-    WORDS: tl.constexpr = s.words
-    scale = tl.load(weights.scale + (rows * (WORDS // RUN) + word // RUN))
+    scale = tl.load(weights.scale + (rows * (s.words // s.run) + word // s.run))
     if weights.step is not None:
-        return scale, tl.load(weights.step + (rows * (WORDS // 32) + word // 32))
+        return scale, tl.load(weights.step + (rows * (s.words // 32) + word // 32))
     else:
         return (scale,)
 
@@ -222,14 +218,13 @@ def _weight_fragments(numbers, s: tl.constexpr):
     R: tl.constexpr = s.rows // 8
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
-    ROWS: tl.constexpr = s.rows
     if VEC == 1:  # two fields of each unit, the last dimension
         numbers = tl.reshape(numbers, [R, WARPS, 8, 4, 2, 2])
-        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, ROWS, 16])
+        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, s.rows, 16])
     else:
         numbers = tl.reshape(numbers, [R, WARPS, 8, 4, VEC // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 0, 2, 4, 5, 3, 6))
-        return tl.reshape(numbers, [WARPS, ROWS, 8 * VEC])
+        return tl.reshape(numbers, [WARPS, s.rows, 8 * VEC])
 
 
 @jit
@@ -237,11 +232,9 @@ def _row_factors(factor, s: tl.constexpr):
     """Spread one number a lane, of its row, to sums [warps, rows, 8 tiles]."""
     R: tl.constexpr = s.rows // 8
     WARPS: tl.constexpr = s.warps
-    ROWS: tl.constexpr = s.rows
-    TILES: tl.constexpr = s.tiles
     factor = tl.reshape(factor, [R, WARPS, 8, 1, 4, 1])
-    factor = tl.broadcast_to(factor, [R, WARPS, 8, TILES, 4, 2])
-    return tl.reshape(tl.permute(factor, (1, 0, 2, 3, 4, 5)), [WARPS, ROWS, 8 * TILES])
+    factor = tl.broadcast_to(factor, [R, WARPS, 8, s.tiles, 4, 2])
+    return tl.reshape(tl.permute(factor, (1, 0, 2, 3, 4, 5)), [WARPS, s.rows, 8 * s.tiles])
 
 
 @jit
@@ -272,20 +265,17 @@ def _dot(a, b, total):
 
 @jit
 def _zeros(s: tl.constexpr):
-    WARPS: tl.constexpr = s.warps
-    ROWS: tl.constexpr = s.rows
     TOKENS: tl.constexpr = 8 * s.tiles
-    return tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
+    return tl.zeros([s.warps, s.rows, TOKENS], tl.float32)
 
 
 @jit
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
-    KIND: tl.constexpr = s.kind
     NEXT: tl.constexpr = 2 if s.halves else 1
-    numbers = decode(units, factor, K, KIND, DTYPE)
+    numbers = decode(units, factor, K, s.kind, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + NEXT, KIND, DTYPE))
+        numbers = tl.join(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
     return _weight_fragments(numbers, s)
 
 
@@ -356,9 +346,7 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     """
     DTYPE: tl.constexpr = fields[0].dtype
     VEC: tl.constexpr = s.vec
-    WARPS: tl.constexpr = s.warps
     ROWS: tl.constexpr = s.rows
-    FIELDS: tl.constexpr = s.unit_fields
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
     STEP: tl.constexpr = 1 if s.halves else JOINED
     NEXT: tl.constexpr = 2 if s.halves else 1
@@ -368,7 +356,7 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     factors = ()
     for n in tl.static_range(len(tiles)):
         factors = factors + (_decoding_factors(tiles[n], s, DTYPE),)
-    for k in tl.static_range(0, FIELDS // JOINED * STEP, STEP):
+    for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
         parts = ()
         for i in tl.static_range(JOINED):
             part = fields[k + i * NEXT]
@@ -381,7 +369,7 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
             part = tl.join(parts[0][i], parts[1][i]) if VEC == 1 else parts[0][i]
             tokens = token_fragments(part, s)
             if s.has_zeros:
-                x_sums = _dot(tl.full([WARPS, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
+                x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
             added = ()
             for n in tl.static_range(len(tiles)):
                 weights = _decode_fragments(tiles[n][0], factors[n], k, s, DTYPE)

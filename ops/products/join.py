@@ -66,7 +66,7 @@ class Router(NamedTuple):
 
     rows: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [E]: of scores
-    score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
+    score_bias: Tensor | None = None  # fp32 [E]: the choice is by score + bias
 
 
 class Results(NamedTuple):
@@ -76,7 +76,7 @@ class Results(NamedTuple):
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
-    scores: Tensor | None = None  # [T, N], with sigmoid scores [T, 2, N]: `routing.ChoiceSettings`
+    scores: Tensor | None = None  # [T, N], with a score_bias [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
 
 
@@ -90,6 +90,7 @@ class Join:
     E: int = 0
     rows: int = 0  # scores that a program computes
     many: bool = False  # several tokens with scores
+    softmax: bool = False  # of scores with a bias
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -152,7 +153,7 @@ def _receive_sum(memory, call, d, dtype: tl.constexpr, m: tl.constexpr, s: tl.co
 @jit
 def _load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Load this program's quads of x in the order of a `QuantizedX`."""
-    return load_x(x, tl.program_id(0), l.quads, l.run, l.fields, l.lanes, VOLATILE)
+    return load_x(x, tl.program_id(0), l, VOLATILE)
 
 
 @jit
@@ -162,14 +163,12 @@ def _receive_again(memory, add, scale: tl.constexpr, m: tl.constexpr, l: tl.cons
     add: the residual as of `_load_quads`.
     """
     RANKS: tl.constexpr = m.ranks
-    FIELDS: tl.constexpr = l.fields
-    LANES: tl.constexpr = l.lanes
     dtype: tl.constexpr = add[0].dtype
     messages, totals = (), ()
     for rank in tl.static_range(RANKS):
         messages = messages + (_load_quads(memory + rank * m.stride, l, True),)
-    for k in tl.static_range(FIELDS):
-        total = tl.zeros([LANES, 4], tl.float32)
+    for k in tl.static_range(l.fields):
+        total = tl.zeros([l.lanes, 4], tl.float32)
         for rank in tl.static_range(RANKS):
             total += numbers_of(messages[rank][k], dtype)
         totals = totals + ((add[k].to(tl.float32) + scale * total).to(dtype),)
@@ -182,14 +181,13 @@ def _load_branches(added, scale, at, d, stride, s: tl.constexpr):
 
     scale: the last norm's weight.
     """
-    BRANCHES: tl.constexpr = s.branches
     inside = d < s.D
     branch = added.y + at + d
     values = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
-    if BRANCHES > 1:
+    if s.branches > 1:
         first = tl.load(added.branch_norms + d, mask=inside, other=0.0).to(tl.float32)
         values *= tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * first
-        for n in tl.static_range(1, BRANCHES):
+        for n in tl.static_range(1, s.branches):
             branch += stride
             other = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
             weight = tl.load(added.branch_norms + n * s.D + d, mask=inside, other=0.0)
@@ -220,18 +218,20 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
     if router.bias is not None:
         dots += biases[0]
     if router.score_bias is not None:
-        dots = sigmoid(dots)
-        tl.store(scores + s.N + expert, dots, mask=expert < s.N)
-        dots += biases[1]
+        if s.softmax:  # its choice adds the bias
+            tl.store(scores + s.N + expert, biases[1], mask=expert < s.N)
+        else:
+            dots = sigmoid(dots)
+            tl.store(scores + s.N + expert, dots, mask=expert < s.N)
+            dots += biases[1]
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
 
 @jit
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
     """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
-    FIELDS: tl.constexpr = l.fields
     values = ()
-    for k in tl.static_range(FIELDS):
+    for k in tl.static_range(l.fields):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
         values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
     store_quads(values, normed, units, l)
@@ -250,7 +250,6 @@ def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l:
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
-    BLOCK: tl.constexpr = s.block
     ROWS: tl.constexpr = s.rows
     m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
@@ -270,7 +269,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     x += at
     if l is None:
         normed += at
-    d, program = tl.arange(0, BLOCK), tl.program_id(0)
+    d, program = tl.arange(0, s.block), tl.program_id(0)
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)
@@ -371,7 +370,8 @@ class NormRouter:
     def settings(self, rows: int, **others) -> Join:
         """Return the settings of a kernel that computes `rows` scores a program."""
         N, D = self.rows.shape
-        return Join(D, self.eps, N, N - self.routing.gated, rows, **others)
+        softmax = self.routing.softmax
+        return Join(D, self.eps, N, N - self.routing.gated, rows, softmax=softmax, **others)
 
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
@@ -406,8 +406,8 @@ def norm_router(
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
-    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen, and
-    with sigmoid routing, those that become weights. The reference is `RMSNorm`, then the router.
+    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen. A
+    bias makes a second row (`routing.ChoiceSettings`). The reference is `RMSNorm`, then the router.
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no

@@ -11,6 +11,7 @@ apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipel
 
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
+from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair
 
@@ -18,77 +19,48 @@ from ops.products.words import add_pair
 
 
 @jit
-def load_x(
-    x,
-    chunk,
-    QUADS: tl.constexpr,
-    RUN: tl.constexpr,
-    FIELDS: tl.constexpr,
-    LANES: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
-):
+def load_x(x, chunk, s, VOLATILE: tl.constexpr = False):
     """Load the x of a chunk, unconverted: bf16 as words [LANES, 4], else FIELDS such tensors.
 
-    QUADS: quads of the whole x. VOLATILE: from L2, where another GPU has stored it.
+    VOLATILE: from L2, where another GPU has stored it.
     """
-    quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+    RUN: tl.constexpr = s.run
+    quad = chunk * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = quad * 4 + tl.arange(0, 4)[None, :]
-    inside = quad < QUADS
-    if FIELDS == 2:
+    inside = quad < s.quads
+    if s.fields == 2:
         raw = (tl.load(x + word, mask=inside, other=0),)
     else:
-        at = x + word // RUN * (RUN * FIELDS) + word % RUN
+        at = x + word // RUN * (RUN * s.fields) + word % RUN
         raw = ()
-        for k in tl.static_range(FIELDS):
+        for k in tl.static_range(s.fields):
             part = tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE)
             raw = raw + (part,)
     return raw
 
 
 @jit
-def load_plain(x, chunk, s):
-    """Do what `load_x` does, for settings."""
-    QUADS: tl.constexpr = s.quads
-    RUN: tl.constexpr = s.run
-    FIELDS: tl.constexpr = s.fields
-    LANES: tl.constexpr = s.lanes
-    return load_x(x, chunk, QUADS, RUN, FIELDS, LANES)
-
-
-@jit
 def load_norm(norm, chunk, s):
     """Load the norm's weight of a chunk as `load_x`. fp32 beside bf16 rows: even, odd numbers."""
-    LANES: tl.constexpr = s.lanes
     if s.fields == 2 and norm.dtype.element_ty == tl.float32:
-        quad = chunk * LANES + tl.arange(0, LANES)[:, None]
+        quad = chunk * s.lanes + tl.arange(0, s.lanes)[:, None]
         number = (quad * 4 + tl.arange(0, 4)[None, :]) * 2
         even = tl.load(norm + number, mask=quad < s.quads, other=0.0)
         return even, tl.load(norm + number + 1, mask=quad < s.quads, other=0.0)
     else:
-        return load_plain(norm, chunk, s)
-
-
-@jit
-def low_half(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-def high_half(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
+        return load_x(norm, chunk, s)
 
 
 @jit
 def lane_squares(raw, s):
     """Sum the squares of a chunk's x in each lane -> [LANES // 32, 32]."""
     WARPS: tl.constexpr = s.lanes // 32
-    FIELDS: tl.constexpr = s.fields
-    if FIELDS == 2:
+    if s.fields == 2:
         low, high = low_half(raw[0]), high_half(raw[0])
         total = low * low + high * high
     else:
         total = raw[0].to(tl.float32) * raw[0].to(tl.float32)
-        for k in tl.static_range(1, FIELDS):
+        for k in tl.static_range(1, s.fields):
             total += raw[k].to(tl.float32) * raw[k].to(tl.float32)
     return tl.reshape(tl.sum(total, 1), [WARPS, 32])
 
@@ -221,13 +193,11 @@ def _split_operands(first, second, unit, sums, s):
 @jit
 def _prepare_integers(raw, norm, s):
     """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
-    FIELDS: tl.constexpr = s.fields
-    ORDER: tl.constexpr = s.order
     values = ()
-    for k in tl.static_range(FIELDS):
+    for k in tl.static_range(s.fields):
         value = raw[k].to(tl.float32)
         values = values + (value if norm is None else value * norm[k].to(tl.float32),)
-    first, second, unit, sums = quantize(values, ORDER, 14 if norm is None else 13)
+    first, second, unit, sums = quantize(values, s.order, 14 if norm is None else 13)
     return _split_operands(first, second, unit, sums, s)
 
 
@@ -250,10 +220,9 @@ def _load_pairs(x, chunk, s):
 @jit
 def _load_in_order(x, chunk, s):
     """Load the first and second operands of a chunk of quantized x, as `quantize` returns them."""
-    LANES: tl.constexpr = s.lanes
     OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
-    at = tl.arange(0, LANES * 4)
-    quad = chunk * LANES + at // 4
+    at = tl.arange(0, s.lanes * 4)
+    quad = chunk * s.lanes + at // 4
     words = x + (quad * (4 * OPERANDS) + at % 4)
     first = tl.load(tl.max_contiguous(tl.multiple_of(words, 32), 4), mask=quad < s.quads, other=0)
     second = first
@@ -270,12 +239,10 @@ def load_quantized(x, units, chunk, s):
         first, second = _load_pairs(x, chunk, s)
     else:
         first, second = _load_in_order(x, chunk, s)
-    LANES: tl.constexpr = s.lanes
-    quad = chunk * LANES + tl.arange(0, LANES)
+    quad = chunk * s.lanes + tl.arange(0, s.lanes)
     unit = tl.load(units + quad, mask=quad < s.quads, other=0.0)
-    UNITS: tl.constexpr = s.units
     sums = ()
-    for i in tl.static_range(1, UNITS):
+    for i in tl.static_range(1, s.units):
         sum_x = unit
         if s.order != "int8":
             sum_x = tl.load(units + i * s.quads + quad, mask=quad < s.quads, other=0.0)

@@ -23,8 +23,8 @@ from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     lane_squares,
     load_norm,
-    load_plain,
     load_quantized,
+    load_x,
     prepare_quantized,
     prepare_x,
     weighted_operands,
@@ -117,14 +117,12 @@ def replace(values, at: tl.constexpr, value):
 @jit
 def load_parts(x, chunk, s):
     """Load the x of a chunk, which is quantized or not, of each of the program's tokens."""
-    TOKENS: tl.constexpr = s.tokens
-    NUMBERS: tl.constexpr = s.numbers
     if x.units is not None:
         return (load_quantized(x.numbers, x.units, chunk, s),)
     else:
         parts = ()
-        for token in tl.static_range(TOKENS):
-            parts = parts + (load_plain(x.numbers + token * NUMBERS, chunk, s),)
+        for token in tl.static_range(s.tokens):
+            parts = parts + (load_x(x.numbers + token * s.numbers, chunk, s),)
         return parts
 
 
@@ -232,16 +230,15 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     DEPTH: tl.constexpr = s.depth
     ROWS: tl.constexpr = s.rows
     LANES: tl.constexpr = s.lanes
-    TOKENS: tl.constexpr = s.tokens
     xs, besides = parts
     squares, totals = (), ()
-    for _ in tl.static_range(TOKENS):
+    for _ in tl.static_range(s.tokens):
         squares = squares + (tl.zeros([LANES // 32, 32], tl.float32),)
         totals = totals + (tl.zeros([ROWS, LANES], tl.float32),)
     second = tl.zeros([ROWS, LANES], tl.float32)
     for c in tl.static_range(CHUNKS):
         tile = tiles[c % DEPTH]
-        for t in tl.static_range(TOKENS):
+        for t in tl.static_range(s.tokens):
             if s.tiles > 1:
                 operands = xs[c]
             else:
@@ -308,10 +305,9 @@ def sum_normed(total, squares, s):
 
     squares: as of `lane_squares`.
     """
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
     NUMBERS: tl.constexpr = s.quads * 4 * s.fields
-    total = _share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16)
+    total = _share_rows(tl.reshape(total, [s.rows, WARPS, 32]), 16)
     squares = _share_rows(tl.reshape(squares, [1, WARPS, 32]), 16)
     total, squares = tl.reduce((total, squares), 0, add_both)
     return total * tl.rsqrt(squares / NUMBERS + s.eps)
@@ -343,12 +339,11 @@ def sum_lanes(total, s):
 @jit
 def result_rows(s):
     """Return the row of each number of `sum_lanes`, and whether it stores the result."""
-    ROWS: tl.constexpr = s.rows
     if s.lanes == 32:
-        lane = tl.arange(0, ROWS * 32)
+        lane = tl.arange(0, s.rows * 32)
         return lane // 32, lane % 32 == 0
     else:
-        row = tl.arange(0, ROWS)
+        row = tl.arange(0, s.rows)
         return row, row >= 0
 
 

@@ -21,13 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
-from ops.products.codes import activate
 from ops.products.prompt_weights import (
-    GateTensors,
     PromptSettings,
     PromptTile,
     load_numbers,
@@ -39,9 +36,8 @@ from ops.products.prompt_weights import (
 from ops.products.units import finish
 
 # Average rows of x for each expert, up to which the kernel is faster than the library with plain
-# weights (H200).
-FEW_ROWS = 64
-NO_GATE = GateTensors()
+# weights (H100; more were not measured).
+FEW_ROWS = 128
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
@@ -108,55 +104,18 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 
 @jit
-def _store_tile(y, sums, scale, gate, place, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store a tile's sums, or the activation of their pairs, which are gate and up.
-
-    scale: of the expert's rows, for int8, fp8 and nvfp4. place: the expert, rows of y [BM, 1],
-    whether each is present, and the first row of the weight.
-    """
+def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
     OUT: tl.constexpr = s.out
-    BN: tl.constexpr = s.tile.outputs
     KIND: tl.constexpr = s.kind
-    expert, rows, present, first = place
     sums = tl.trans(sums) if s.packed else sums
     factor = None
     if s.row_scaled:
-        n = _weight_rows(first, gate, s)
         factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
     if KIND != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, KIND, DTYPE)
-    if s.activation is None:
-        WIDTH: tl.constexpr = OUT
-        n = first + tl.arange(0, BN)
-    else:
-        WIDTH: tl.constexpr = OUT // 2
-        n = first // 2 + tl.arange(0, BN // 2)
-        gates, ups = tl.split(tl.reshape(sums, [sums.shape[0], BN // 2, 2]))
-        if gate.bias is not None:
-            at = n if gate.columns is None else tl.load(gate.columns + n, mask=n < WIDTH, other=0)
-            own = gate.bias + expert.to(tl.int64) * OUT + at
-            gates += tl.load(own, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-            ups += tl.load(own + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-        kind: tl.constexpr = s.activation.kind
-        sums = activate(gates, ups, kind, s.activation.limit, s.activation.alpha)
-    at = y + rows.to(tl.int64) * WIDTH + n[None, :]
-    tl.store(at, sums.to(y.dtype.element_ty), mask=present & (n < WIDTH)[None, :])
-
-
-@jit
-def _weight_rows(first, gate, s: tl.constexpr):
-    """Return the rows of an expert's weight [BN] whose products a tile computes.
-
-    They are rows of gate and up in turn, in the order of the result, if there is an activation.
-    """
-    BN: tl.constexpr = s.tile.outputs
-    row = first + tl.arange(0, BN)
-    if s.activation is not None:
-        n = row // 2
-        if gate.columns is not None:
-            n = tl.load(gate.columns + n, mask=row < s.out, other=0)
-        row = n + row % 2 * (s.out // 2)
-    return row
+    place = y + rows.to(tl.int64) * OUT + n[None, :]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
 
 
 @jit
@@ -168,14 +127,14 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     GROUP: tl.constexpr = s.group
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
-    x, y, weights, third, pairs, gate = tensors
+    x, y, weights, third, pairs = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
     present = rows < end
     x_rows = rows.to(tl.int64)
     if pairs is not None:
         x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
-    n = _weight_rows(block * BN, gate, s)
+    n = block * BN + tl.arange(0, BN)
     weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
     scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
     sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
@@ -197,22 +156,21 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
     if s.row_scaled:
         scale += expert.to(tl.int64) * OUT
-    place = (expert, rows, present, block * BN)
-    _store_tile(y, sums, scale, gate, place, s, DTYPE)
+    _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
 
 
 # Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
 # BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
-def _grouped(x, y, group_ends, weights, third, pairs, gate, s: tl.constexpr):
+def _grouped(x, y, group_ends, weights, third, pairs, s: tl.constexpr):
     BM: tl.constexpr = s.tile.rows
     TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, groups = _find_expert(tile, group_ends, s)
     if expert < s.E and block * s.tile.outputs < s.out:
         first, end = _find_rows(tile, expert, groups, s)
-        tensors = (x, y, weights, third, pairs, gate)
+        tensors = (x, y, weights, third, pairs)
         if TAIL < BM:
             if end - first <= TAIL:
                 _compute_tile(tensors, expert, first, end, block, TAIL, s)
@@ -225,22 +183,30 @@ def _grouped(x, y, group_ends, weights, third, pairs, gate, s: tl.constexpr):
 # Launching ----------------------------------------------------------------------------------------
 
 
-def choose_prompt_tile(N: int, E: int, bits: int) -> PromptTile:
-    """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py (H200).
+def choose_prompt_tile(N: int, E: int, bits: int, width: int) -> PromptTile:
+    """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
-    Small tiles for few rows an expert: most rows of a large tile would be empty.
+    Small tiles for few rows an expert: most rows of a large tile would be empty. Measured on an
+    H100; bits other than 4 and 16 on an H200, with all rows of x before the next outputs.
     """
-    rows = 16 if N <= 16 * E else 64 if N <= 64 * E else 128
+    rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
+    if bits == 4:
+        if rows == 16:
+            return PromptTile(rows, 128, 256 if width % 256 == 0 else 128, 4)
+        if rows == 64:  # most experts' last rows are fewer
+            return PromptTile(128, 128, 128, 8, tail=64)
+        return PromptTile(rows, 128, 128, 8, tail=max(16, rows // 4))
+    rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
             return PromptTile(rows, 64, 4096 // bits, 4)
-        return PromptTile(rows, 128, 1024 // bits, 4 if rows == 64 else 8)
+        return PromptTile(rows, 128, 1024 // bits, 4 if rows == 64 else 8, tail=rows // 4)
     if bits == 8:
-        return PromptTile(rows, 128, 64, 4, 4)
+        return PromptTile(rows, 128, 64, 4, 4, near=1)
     # Decoding fewer bits takes longer: with many rows an expert, decode once for more of them.
     rows = 256 if N >= 256 * E else rows
     # A field's 16 x 16 numbers of x would be 2 bytes a lane, which cannot be copied asynchronously.
-    return PromptTile(rows, 128, 256 if rows == 16 and bits < 4 else 128, 8)
+    return PromptTile(rows, 128, 256 if rows == 16 else 128, 8, near=1)
 
 
 def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
@@ -271,8 +237,6 @@ def grouped_gemm(
     *,
     pairs: Tensor | None = None,
     active: int = 1,
-    activation: Activation | None = None,
-    gate: GateTensors = NO_GATE,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
@@ -282,23 +246,22 @@ def grouped_gemm(
     For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
 
     pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
-    for each expert. activation: the result is that of gate and up, the halves of the outputs:
-    [N, out / 2], in the order of gate.columns. tile: replaces `choose_prompt_tile`.
+    for each expert. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     N = N if pairs is None else len(pairs)
-    y = x.new_empty(N, out if activation is None else out // 2)
+    y = x.new_empty(N, out)
     tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, third, pairs, gate
+    given = x.contiguous(), y, group_ends, tensors, third, pairs
     tiles = [tile]
     if tile is None:
-        most = (
-            N if x.element_size() == 2 else 64 * E
-        )  # fp32 has no tensor cores: larger tiles spill
-        tiles = smaller_tiles(choose_prompt_tile(min(N, most), E, bits))
+        chosen = choose_prompt_tile(N, E, bits, width)
+        if x.element_size() == 4:  # no tensor cores: larger tiles spill
+            chosen = replace(chosen, rows=min(chosen.rows, 64))
+        tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
+            PromptSettings(out, width, E, kind, bits, group, t, active),
             dict(warps=t.warps, stages=t.stages),
         )
         for t in tiles
@@ -311,6 +274,12 @@ def grouped_gemm(
     return y
 
 
+def prefers_kernel(like: Tensor, N: int, E: int) -> bool:
+    """Whether the kernel is faster than the library with N rows of E experts' plain weights."""
+    has_library = like.dtype is torch.bfloat16 and gpu_of(like.device).has_grouped_mm
+    return can_launch(like) and (N <= FEW_ROWS * E or not has_library)
+
+
 @custom_op("moe_fast::grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """Multiply x [N, in] by weight [E, out, in], by int32 group_ends [E] -> [N, out].
@@ -320,9 +289,7 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
     it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
     """
-    few = len(x) <= FEW_ROWS * len(weight)
-    has_library = x.dtype is torch.bfloat16 and gpu_of(x.device).has_grouped_mm
-    if can_launch(x) and (few or not has_library):
+    if prefers_kernel(x, len(x), len(weight)):
         return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
     return _multiply_by_library(x, weight, group_ends)
 

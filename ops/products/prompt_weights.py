@@ -7,12 +7,10 @@ numbers along `in`.
 from __future__ import annotations  # annotations of kernels name triton, which may be absent
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.declared import Activation
 from ops.launch import jit, tl, triton
 from ops.products.units import (
     decode,
@@ -40,13 +38,6 @@ class PromptTile:
     tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
 
 
-class GateTensors(NamedTuple):
-    """What an activation reads beside gate and up."""
-
-    bias: Tensor | None = None  # [E, out]
-    columns: Tensor | None = None  # int32 [out / 2]: the result's order; None: as it is
-
-
 @dataclass(frozen=True)
 class PromptSettings:
     """What `_grouped` is compiled for."""
@@ -59,7 +50,6 @@ class PromptSettings:
     group: int  # numbers that share a scale
     tile: PromptTile
     active: int = 1  # experts of a token of x
-    activation: Activation | None = None  # of gate and up, of which the outputs are halves
 
     @property
     def packed(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.products.operands import load_plain, quantize
+from ops.products.operands import load_x, quantize
 from ops.products.weights import BITS, Codes, Weight
 
 LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel of its own
@@ -83,7 +83,7 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
         x += token * (s.quads * 4 * FIELDS)
         operands += token * (s.quads * FIELDS)
         units += token * (s.units * s.quads)
-    raw, values = load_plain(x, tl.program_id(0), s), ()
+    raw, values = load_x(x, tl.program_id(0), s), ()
     for k in tl.static_range(FIELDS):
         values = values + (raw[k].to(tl.float32),)
     store_quads(values, operands, units, s)

@@ -17,6 +17,7 @@ from ops.ranks.mailbox import MAX_DIM
 
 MAX_EXPERTS = 512
 MAX_PAIRS = 32
+SOFTMAX_ONE = tl and tl.constexpr(2.0**40)  # 1 as an integer, in sums of up to MAX_EXPERTS
 
 
 def check_router(E: int, D: int, routing: Routing) -> None:
@@ -29,8 +30,9 @@ def check_router(E: int, D: int, routing: Routing) -> None:
 class ChoiceSettings:
     """Settings of a kernel that chooses experts: `Routing` without its tensor.
 
-    A token's scores are those of E experts, with `gated` also the shared experts' gate. With
-    `sigmoid` a second row has the scores that become weights, unless the kernel gets a score_bias.
+    A token's scores are those of E experts, with `gated` also the shared experts' gate. There is a
+    second row unless the kernel gets a score_bias. With `sigmoid` it has the scores that become
+    weights. With `biased` it has the bias, as softmax needs all scores before that is added.
     """
 
     E: int
@@ -38,8 +40,14 @@ class ChoiceSettings:
     shared: int
     gated: int
     sigmoid: bool
+    biased: bool
     norm_topk: bool
     scale: float
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token's scores, if the kernel gets no score_bias."""
+        return 1 + (self.sigmoid or self.biased)
 
     @property
     def pairs(self) -> int:
@@ -54,7 +62,7 @@ class ChoiceSettings:
     @property
     def row(self) -> int:
         """Scores from token to token, if the kernel gets no score_bias."""
-        return (1 + self.sigmoid) * self.N
+        return self.rows * self.N
 
     @property
     def block(self) -> int:
@@ -69,7 +77,8 @@ def choice_of(E: int, routing: Routing) -> ChoiceSettings:
         routing.active,
         routing.shared,
         int(routing.gated),
-        routing.score_bias is not None,
+        routing.score_bias is not None and not routing.softmax,
+        routing.score_bias is not None and routing.softmax,
         routing.norm_topk,
         routing.scale,
     )
@@ -108,6 +117,25 @@ def _score_keys(scores, expert, s: tl.constexpr):
 
 
 @jit
+def _softmax_scores(score, scores, score_bias, expert, s: tl.constexpr):
+    """Return softmax scores of raw ones, -inf for no expert, and those with the bias added.
+
+    score, expert: [..., BLOCK]. scores, score_bias: as of `choose`. The sum is of integers, so that
+    it has the same bits in each layout: `choose` and `choose_one` must agree on the experts.
+    """
+    axis: tl.constexpr = len(score.shape) - 1
+    part = tl.exp(score - tl.max(score, axis, keep_dims=True))
+    total = tl.sum((part * SOFTMAX_ONE).to(tl.int64), axis, keep_dims=True)
+    part *= SOFTMAX_ONE / total.to(tl.float32)
+    exists = expert < s.E
+    if score_bias is not None:
+        bias = tl.load(score_bias + expert, mask=exists, other=0.0)
+    else:
+        bias = tl.load(scores + s.N + expert, mask=exists, other=0.0, cache_modifier=".cg")
+    return part, part + bias
+
+
+@jit
 def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
     """Return the index of the score of this rank, as `choose` orders them.
 
@@ -116,6 +144,8 @@ def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
     BLOCK: tl.constexpr = s.block
     expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
+    if s.biased:
+        _, score = _softmax_scores(score, scores, None, expert, s)
     key = _score_keys(score, expert, s)
     found = tl.zeros([WARPS, 1], tl.int32)
     for _ in range(rank + 1):
@@ -139,7 +169,7 @@ def load_gate(scores, score_bias, s: tl.constexpr):
 def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     """Store the A best of E scores, then the shared experts: ties go to the lower index.
 
-    score_bias: with sigmoid routing, where `scores` are one row of dot products; else None.
+    score_bias: with a bias, where `scores` are one row of dot products; else None.
 
     A rounds find one maximum each. Within a warp that is one instruction (redux).
     """
@@ -149,7 +179,9 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     expert = tl.arange(0, BLOCK)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
-    if score_bias is not None:
+    if s.biased:
+        part, score = _softmax_scores(score, scores, score_bias, expert, s)
+    elif score_bias is not None:
         part = sigmoid(score)
         score = part + tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
     key, rank = _score_keys(score, expert, s), tl.full([BLOCK], A, tl.int32)
@@ -160,11 +192,11 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     chosen = rank < A
     if s.sigmoid and score_bias is None:
         part = tl.load(scores + s.N + expert, mask=expert < s.E, other=0.0, cache_modifier=".cg")
-    elif not s.sigmoid:
+    elif not (s.sigmoid or s.biased):
         part = tl.exp(score - tl.max(score, 0))
     if s.norm_topk:
         part /= tl.sum(tl.where(chosen, part, 0.0), 0)
-    elif not s.sigmoid:
+    elif not (s.sigmoid or s.biased):
         part /= tl.sum(part, 0)
     if s.scale != 1.0:
         part *= s.scale
@@ -194,14 +226,14 @@ def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Ten
 
     scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] normed tokens times the router's rows.
     Return expert_indices int64 and expert_weights fp32 [T, A + S]. The reference is `MoE.route`, or
-    `SigmoidRoutedMoE.route`. One token's choice is a part of `experts.gate_up`.
+    that of models/layers/group_routing.py. One token's choice is a part of `experts.gate_up`.
     """
     T, N = len(scores), scores.shape[-1]
     s, score_bias = choice_of(N - routing.gated, routing), None
     if scores.ndim == 2:
         score_bias = routing.score_bias
-    elif scores.shape[1] != 1 + s.sigmoid:
-        raise ValueError(f"scores {list(scores.shape)} of a token have {1 + s.sigmoid} rows")
+    elif scores.shape[1] != s.rows:
+        raise ValueError(f"scores {list(scores.shape)} of a token have {s.rows} rows")
     indices = torch.empty(T, s.pairs, dtype=torch.int64, device=scores.device)
     weights = torch.empty(T, s.pairs, dtype=torch.float32, device=scores.device)
     tensors = scores, score_bias, indices, weights

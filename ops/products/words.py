@@ -132,6 +132,36 @@ def _select(first, second, codes):
 
 
 @jit
+def _dot_e2m1(word, x_low, x_high, low, high, table):
+    """Do what `dot_looked_up` does for e2m1, in one block: apart, gpt-oss took 3 % longer."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
+        mov.b64 {x0, x1}, $3;
+        mov.b64 {x2, x3}, $4;
+        xor.b32 other, $2, 0x88888888;
+        prmt.b32 above0, $7, $8, $2;
+        prmt.b32 below0, $9, $10, other;
+        shr.u32 upper, $2, 16;
+        shr.u32 other, other, 16;
+        prmt.b32 above1, $7, $8, upper;
+        prmt.b32 below1, $9, $10, other;
+        add.u32 above0, above0, below0;
+        add.u32 above1, above1, below1;
+        dp2a.lo.s32.u32 sum0, x0, above0, $5;
+        dp2a.lo.s32.u32 sum1, x2, above1, $6;
+        dp2a.hi.s32.u32 $0, x1, above0, sum0;
+        dp2a.hi.s32.u32 $1, x3, above1, sum1;
+        }""",
+        "=r,=r,r,l,l,r,r,r,r,r,r",
+        (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
 def _look_up(code, table):
     """Return a code's byte of a table of 16, signed. code: int32, 0 to 15."""
     first = tl.where(code & 4 != 0, table[1], table[0])
@@ -151,17 +181,15 @@ def dot_looked_up(word, x_low, x_high, low, high, table, SIGNED: tl.constexpr):
     two look-ups are added: additions run on another unit of the GPU than look-ups and shifts. For
     iq4 it is -1 for the first half, which the 1 more makes up for, and 0 for the second.
     """
-    if tl.target_info.is_cuda():
+    if tl.target_info.is_cuda() and not SIGNED:
+        return _dot_e2m1(word, x_low, x_high, low, high, table)
+    elif tl.target_info.is_cuda():
         other = word ^ -0x77777778  # 0x88888888
         first, second = _select(table[0], table[1], word), _select(table[2], table[3], other)
-        third = _select(table[0], table[1], word >> 16)
-        fourth = _select(table[2], table[3], other >> 16)
-        if SIGNED:
-            low = dot_bytes(second, x_low, dot_bytes(first, x_low, low, True), True)
-            return low, dot_bytes(fourth, x_high, dot_bytes(third, x_high, high, True), True)
-        else:
-            low = dot_bytes(first + second, x_low, low, False)
-            return low, dot_bytes(third + fourth, x_high, high, False)
+        low = dot_bytes(second, x_low, dot_bytes(first, x_low, low, True), True)
+        first = _select(table[0], table[1], word >> 16)
+        second = _select(table[2], table[3], other >> 16)
+        return low, dot_bytes(second, x_high, dot_bytes(first, x_high, high, True), True)
     else:
         for k in tl.static_range(4):
             one, other = word >> 4 * k & 15, word >> 16 + 4 * k & 15

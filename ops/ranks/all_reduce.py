@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.halves import high_half, low_half
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.ranks.mailbox import Messages, TokenInbox, count_call, load_call, messages_of, receive
 
@@ -52,16 +53,6 @@ class Push:
 
 
 @jit
-def _low_number(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-def _high_number(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
-
-
-@jit
 def _pack_bf16(low, high):
     """Round two fp32 to bf16 -> one 32-bit word, `low` in the lower half."""
     low = low.to(tl.bfloat16).to(tl.int16, bitcast=True)
@@ -73,12 +64,11 @@ def _pack_bf16(low, high):
 def _load_message(x, weights, word, s: tl.constexpr):
     """Load 32-bit words of this rank's message: x, or the sum of weights[n] * x[n]."""
     N: tl.constexpr = s.words
-    TERMS: tl.constexpr = s.terms
-    if TERMS == 0:
+    if s.terms == 0:
         return tl.load(x + word, mask=word < N, other=0)
     else:
         low, high = tl.zeros(word.shape, tl.float32), tl.zeros(word.shape, tl.float32)
-        for term in tl.static_range(TERMS):
+        for term in tl.static_range(s.terms):
             weight, begin = tl.load(weights + term), term * N + word
             if s.bf16 and s.fp32_terms:  # two fp32 of the term make one word of the message
                 bits = tl.load(x + begin * 2, mask=word < N, other=0)
@@ -88,7 +78,7 @@ def _load_message(x, weights, word, s: tl.constexpr):
             else:
                 bits = tl.load(x + begin, mask=word < N, other=0)
                 low += weight * (bits << 16 if s.bf16 else bits).to(tl.float32, bitcast=True)
-                high += weight * _high_number(bits)
+                high += weight * high_half(bits)
         return _pack_bf16(low, high) if s.bf16 else low.to(tl.int32, bitcast=True)
 
 
@@ -96,10 +86,10 @@ def _load_message(x, weights, word, s: tl.constexpr):
 def _sum_messages(bits, add, s: tl.constexpr):
     """Sum messages [N, WORDS], words of 32 bits -> one such row; add: None, or of the residual."""
     if s.bf16:
-        low, high = tl.sum(_low_number(bits), 0), tl.sum(_high_number(bits), 0)
+        low, high = tl.sum(low_half(bits), 0), tl.sum(high_half(bits), 0)
         if add is not None:
-            low = _low_number(add) + s.scale * low
-            high = _high_number(add) + s.scale * high
+            low = low_half(add) + s.scale * low
+            high = high_half(add) + s.scale * high
         total = _pack_bf16(low, high)
     else:
         total = tl.sum(bits.to(tl.float32, bitcast=True), 0)
@@ -130,8 +120,7 @@ def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL
     WORDS: tl.constexpr = s.block
     RANK: tl.constexpr = s.rank
     P: tl.constexpr = s.programs
-    ROWS: tl.constexpr = s.rows
-    rank, column, program = tl.arange(0, ROWS)[:, None], tl.arange(0, WORDS), tl.program_id(0)
+    rank, column, program = tl.arange(0, s.rows)[:, None], tl.arange(0, WORDS), tl.program_id(0)
     outbox = tl.load(peers + rank, mask=rank < s.ranks, other=0).to(tl.pointer_type(tl.int64))
     outbox = tl.multiple_of(outbox, (16, 16)) + (RANK * P + program) * WORDS + column[None, :]
     inbox = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
@@ -217,10 +206,9 @@ class Receive:
 # Grid [P]: a program adds BLOCK numbers of the sum.
 @jit
 def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
-    BLOCK: tl.constexpr = s.block
     m: tl.constexpr = s.messages
     ROWS: tl.constexpr = m.rows
-    rank, d = tl.arange(0, ROWS)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank, d = tl.arange(0, ROWS)[:, None], tl.program_id(0) * s.block + tl.arange(0, s.block)
     add = tl.load(x + d, mask=d < s.D, other=0.0)
     call = load_call(calls)
     if PDL:

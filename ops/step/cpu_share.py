@@ -21,7 +21,9 @@ from torch import Tensor
 from ops.launch import can_launch, jit, launch, tl, triton
 
 MAX_TOKENS = 8  # limit of a request
-ASKED, ANSWERED, LAYER, TOKENS, PAIRS = 0, 16, 1, 2, 3  # flags; one cache line for each writer
+# Flags; one cache line for each writer. BUSY: microseconds of all compiled products
+ASKED, LAYER, TOKENS, PAIRS = range(4)
+ANSWERED, BUSY = 16, 17
 FLAGS = 32
 BLOCK = 1024  # numbers of a program
 
@@ -91,10 +93,8 @@ def post(flag, value):
 @jit
 def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr):
     P: tl.constexpr = s.tokens * s.active
-    P_POW2: tl.constexpr = s.pairs_tile
-    ACTIVE: tl.constexpr = s.active
     NUMBERS: tl.constexpr = s.tokens * s.dim
-    p = tl.arange(0, P_POW2)
+    p = tl.arange(0, s.pairs_tile)
     expert = tl.load(chosen + p, mask=p < P, other=-1)
     slot = tl.load(slots + p, mask=p < P, other=s.slots)
     weight = tl.load(weights + p, mask=p < P, other=0.0)
@@ -104,7 +104,7 @@ def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr):
     if count > 0:
         at = tl.cumsum(asked.to(tl.int32), 0) - 1
         tl.store(box.experts + at, expert.to(tl.int32), mask=asked)
-        tl.store(box.tokens + at, p // ACTIVE, mask=asked)
+        tl.store(box.tokens + at, p // s.active, mask=asked)
         tl.store(box.weights + at, weight, mask=asked)
         for start in range(0, NUMBERS, 1024):
             n = start + tl.arange(0, 1024)

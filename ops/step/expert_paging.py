@@ -13,7 +13,7 @@ The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
                    prefetched, and how many of these the next call chose. A call with P chosen
                    experts adds P to the clock
     copies    [N]  how many of n misses are copied; more misses than N - 1 are all copied
-    guess     [1]  the expert that was prefetched for the next call; -1: none
+    prefetched [1] an expert that was prefetched for the next call; -1: none
 
 Before a call, `place` may be given a prediction of it. Then the likeliest expert that is not cached
 is prefetched, unless fewer than a half of those before were chosen: the link is idle while the
@@ -45,7 +45,7 @@ class Table(NamedTuple):
     last_use: Tensor
     counters: Tensor
     copies: Tensor
-    guess: Tensor
+    prefetched: Tensor | None = None  # None: nothing is prefetched for this layer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Place:
     E: int
     pairs: int  # P
     copies: int  # N
-    guesses: bool = False  # the chosen experts are a prediction
+    predicted: bool  # the chosen experts are a prediction
+    tried: int  # TRIED
 
     @property
     def experts_tile(self) -> int:
@@ -68,7 +69,7 @@ class Place:
 
 
 def place_plainly(
-    chosen: Tensor, table: Table, slots: int, guesses: bool = False
+    chosen: Tensor, table: Table, slots: int, predicted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`place`, on the host."""
     slot, last_use, ids = table.slot.tolist(), table.last_use.tolist(), chosen.tolist()
@@ -77,7 +78,7 @@ def place_plainly(
     misses = [expert for expert in needed if slot[expert] == slots]
     count = len(misses)
     made, right = table.counters[4:].tolist()
-    if guesses:
+    if predicted:
         count = min(count, 1) if made < TRIED or 2 * right >= made else 0
     elif count < len(table.copies):
         count = int(table.copies[count])
@@ -90,12 +91,13 @@ def place_plainly(
     for use, expert in enumerate(hits + misses):
         last_use[expert] = clock + use
     found = [slot[expert] if 0 <= expert < len(slot) else slots for expert in ids]
-    if guesses:
+    if predicted:
         counts = len(ids), 0, 0, 0, count, 0
     else:
-        right = int(table.guess) in needed
+        right = table.prefetched is not None and int(table.prefetched) in needed
         counts = len(ids), len(hits), len(misses), len(misses) - count, 0, right
-    table.guess.fill_(misses[0] if guesses and count else -1)
+    if table.prefetched is not None:
+        table.prefetched.fill_(misses[0] if predicted and count else -1)
     table.slot.copy_(torch.tensor(slot))
     table.last_use.copy_(torch.tensor(last_use))
     table.counters.add_(torch.tensor(counts).to(table.counters.device))
@@ -129,9 +131,10 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     use_rank = tl.sum((is_first[None, :] & precedes).to(tl.int64), 1)
     miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
     misses = tl.sum(miss.to(tl.int32), 0)
-    count, made, right = misses.to(tl.int64), tl.load(counters + 4), tl.load(counters + 5)
-    if s.guesses:
-        count = tl.where((made < 64) | (2 * right >= made), tl.minimum(count, 1), 0)
+    count = misses.to(tl.int64)
+    if s.predicted:
+        made, right = tl.load(counters + 4), tl.load(counters + 5)
+        count = tl.where((made < s.tried) | (2 * right >= made), tl.minimum(count, 1), 0)
     elif misses < s.copies:
         count = tl.load(table.copies + misses)
     copied = miss & (miss_rank < count)
@@ -153,17 +156,18 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     new_use = clock + tl.sum(tl.where(one_hot, use_rank[:, None], 0), 0)
     tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
     tl.store(counters, clock + P)
-    if s.guesses:
-        tl.store(counters + 4, made + count)
-        tl.store(table.guess, tl.max(tl.where(copied, ids, -1), 0))
+    if s.predicted:
+        tl.store(counters + 4, tl.load(counters + 4) + count)
+        tl.store(table.prefetched, tl.max(tl.where(copied, ids, -1), 0))
     else:
         hits = tl.sum((is_first & cached).to(tl.int64), 0)
         tl.store(counters + 1, tl.load(counters + 1) + hits)
         tl.store(counters + 2, tl.load(counters + 2) + misses)
         tl.store(counters + 3, tl.load(counters + 3) + misses - count)
-        was_right = tl.max((valid & (ids == tl.load(table.guess))).to(tl.int64), 0)
-        tl.store(counters + 5, right + was_right)
-        tl.store(table.guess, -1)
+        if table.prefetched is not None:
+            right = tl.max((valid & (ids == tl.load(table.prefetched))).to(tl.int64), 0)
+            tl.store(counters + 5, tl.load(counters + 5) + right)
+            tl.store(table.prefetched, -1)
     # An expert that is chosen again has the slot of the first time.
     first = tl.sum(tl.where(same & is_first[None, :], target[None, :], 0), 1)
     tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < P)
@@ -171,26 +175,28 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
 
 
 def place_by_kernel(
-    chosen: Tensor, table: Table, slots: int, guesses: bool = False
+    chosen: Tensor, table: Table, slots: int, predicted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`place` on a GPU, in one kernel."""
     to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies), guesses)
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies), predicted, TRIED)
     launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
     return to_copy, targets
 
 
-def place(chosen: Tensor, table: Table, slots: int, guesses: bool = False) -> tuple[Tensor, Tensor]:
+def place(
+    chosen: Tensor, table: Table, slots: int, predicted: bool = False
+) -> tuple[Tensor, Tensor]:
     """Give chosen experts slots and update the table -> experts to copy, and each one's slot.
 
     chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough. Values outside
     0 .. E - 1 (other ranks' experts) are ignored. Return int64 [P], [P]: the expert to copy or -1,
     and the slot of the chosen one, R if it is in none. Hits count as used before misses, each in
     the order of `chosen`. The n-th miss takes the slot of the n-th victim, the least recently used.
-    guesses: `chosen` predicts the next call, the likeliest expert first.
+    predicted: `chosen` predicts the next call, the likeliest expert first.
     """
     by_kernel = can_launch(chosen)
-    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots, guesses)
+    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots, predicted)
 
 
 # Copies -------------------------------------------------------------------------------

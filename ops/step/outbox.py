@@ -28,8 +28,7 @@ class Post:
 # Grid [1].
 @jit
 def _post(token, count, slots, s: tl.constexpr, PDL: tl.constexpr):
-    BLOCK: tl.constexpr = s.block
-    row, n = tl.arange(0, BLOCK), tl.load(count)
+    row, n = tl.arange(0, s.block), tl.load(count)
     await_previous(PDL)
     newest = tl.load(token + row, mask=row < s.rows, other=0)
     tl.store(slots + (n & 1) * s.stride + row, newest, mask=row < s.rows)

@@ -104,12 +104,10 @@ def _find_best(
 ):
     V: tl.constexpr = s.V
     GROUPS: tl.constexpr = s.groups
-    KEPT: tl.constexpr = s.kept
     RUN: tl.constexpr = s.run
-    SIZE: tl.constexpr = s.size
     TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, SIZE)
+    at = tl.arange(0, s.size)
     token = (at // RUN * GROUPS + group) * RUN + at % RUN
     sequence, count = row, 0
     if passed is not None:
@@ -120,8 +118,8 @@ def _find_best(
     source = logits + row * V, seen + sequence * V, penalty, passed, count
     x = _edited_logits(source, token, token < V)
     bits = tl.where(token < V, ordered_bits(x), -(2**31))
-    best += row * KEPT * GROUPS + group
-    for n in tl.static_range(KEPT):
+    best += row * s.kept * GROUPS + group
+    for n in tl.static_range(s.kept):
         largest = tl.max(bits, 0)
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
         tl.store(best + n * GROUPS, _key(largest, first))
@@ -142,24 +140,22 @@ def _count_larger(others, key):
 # top_k.
 @jit(do_not_specialize=("each",))
 def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
-    GROUPS: tl.constexpr = s.groups
     KEYS: tl.constexpr = s.keys
-    RANKED: tl.constexpr = s.ranked
     TOP: tl.constexpr = s.top
     row = tl.program_id(1)
     sequence = row if each is None else row // each
     top_k = tl.minimum(tl.load(controls + sequence * s.controls + 1), s.max_top_k)
     best += row * KEYS
-    at = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
+    at = tl.program_id(0) * s.ranked + tl.arange(0, s.ranked)
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
-    first = tl.load(best + tl.arange(0, GROUPS), cache_modifier=".cg")
+    first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
     if tl.min(_count_larger(first, key), 0) < TOP:
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, KEYS), cache_modifier=".cg")
         rank = _count_larger(other, key)
         tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
-        is_last = at >= KEYS - GROUPS
+        is_last = at >= KEYS - s.groups
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
 
 
@@ -287,7 +283,6 @@ def pick(score, candidates, finite, s: tl.constexpr):
 @jit
 def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     V: tl.constexpr = s.V
-    TOP: tl.constexpr = s.top
     row = tl.program_id(0)
     seen = state.seen + row * V
     controls = state.controls + row * s.controls
@@ -296,7 +291,7 @@ def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
     key = noise_key(tl.load(state.seeds + row), place, 0)
     await_previous(PDL)
-    candidates, weight, finite = weigh(source, rules, ordered + row * 2 * TOP, crowded + row, s)
+    candidates, weight, finite = weigh(source, rules, ordered + row * 2 * s.top, crowded + row, s)
     score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
     number = pick(score, candidates, finite, s)
     tl.store(state.token + row, number)

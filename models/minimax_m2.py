@@ -1,0 +1,120 @@
+"""MiniMax-M2, M2.5 and M2.7: q/k norm over all heads, partial RoPE, sigmoid routing."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model import Block
+from models.config import HFConfig, rotary_dim, unsupported
+from models.family import PublishedLayout
+from models.gguf import Values, partial_rotary
+from models.layers.group_routing import SigmoidRoutedMoE
+from models.layers.scaled_rope import (
+    ScaledRopeArgs,
+    ScaledRopeFamily,
+    ScaledRopeTransformer,
+    scaled_rope_table,
+)
+from models.tensors import Recipes, score_bias_recipe
+
+
+@dataclass(frozen=True)
+class MiniMaxM2Args(ScaledRopeArgs):
+    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+
+    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
+    routed_scale = 1.0  # no scale of routing weights,
+    shared_intermediate = 0  # and no shared expert
+
+    def constraints(self) -> dict[str, bool]:
+        rotated = self.rotary_dim or 2
+        fits = rotated % 2 == 0 and self.head_dim % rotated == 0
+        return super().constraints() | {"rotary_dim": fits}
+
+
+class MiniMaxM2Transformer(ScaledRopeTransformer):
+    args: MiniMaxM2Args
+
+    def make_block(self, args: MiniMaxM2Args, layer: int) -> Block:
+        block = Block(args, layer)
+        block.attention.rotary_dim = args.rotary_dim or args.head_dim
+        block.ffn = SigmoidRoutedMoE(args)
+        return block
+
+    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
+        rotated = self.args.rotary_dim or self.args.head_dim
+        unrotated = self.args.head_dim - rotated
+        return scaled_rope_table(self.args, rotated, length, device, unrotated)
+
+
+class MiniMaxM2(ScaledRopeFamily):
+    name = "minimax_m2"
+    args_class = MiniMaxM2Args
+    model_class = MiniMaxM2Transformer
+    defaults = dict(
+        vocab_size=200064,
+        hidden_size=3072,
+        num_hidden_layers=62,
+        max_position_embeddings=196608,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=5e6,
+        rms_norm_eps=1e-6,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        intermediate_size=1536,
+    )
+    renamed_keys = {
+        "num_local_experts": "num_experts",
+        "partial_rotary_factor": "partial_rotary_factor",  # read, but without a default of its own
+    }
+    nullable = ("partial_rotary_factor", "rotary_dim")
+    fixed = {"qk_norm": "full"}
+    # The published files have these keys; transformers reads none.
+    only = {
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+    }
+    renamed_tensors = (
+        (".block_sparse_moe.", ".mlp."),
+        (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+    )
+
+    def text_config(self, config: dict) -> dict:
+        """Published files have rotary_dim instead of partial_rotary_factor."""
+        part, size = config.get("rotary_dim"), config.get("head_dim", self.defaults["head_dim"])
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        key = "partial_rotary_factor"
+        if part is None or key in config or (isinstance(rope, dict) and key in rope):
+            return config
+        if type(part) is not int or type(size) is not int or not 0 < part <= size or size % part:
+            raise unsupported("rotary_dim", part, f"a divisor of head_dim = {size!r:.40} is needed")
+        return config | {key: part / size}
+
+    def arg_fields(self, c: HFConfig) -> dict:
+        rotated = super().arg_fields(c), rotary_dim(c)
+        return rotated[0] | {"rotary_dim": rotated[1] if rotated[1] < c["head_dim"] else None}
+
+    def to_hf(self, args: MiniMaxM2Args) -> dict:
+        config = super().to_hf(args)
+        factor = (args.rotary_dim or args.head_dim) / args.head_dim
+        config["rope_parameters"]["partial_rotary_factor"] = factor
+        return config
+
+    def expert_recipes(self, args: MiniMaxM2Args, layout: PublishedLayout) -> Recipes:
+        return super().expert_recipes(args, layout) | score_bias_recipe(args)
+
+    gguf = "minimax-m2"
+
+    def gguf_config(self, values: Values) -> dict:
+        return super().gguf_config(values) | partial_rotary(values)
+
+    # As in config.json of MiniMaxAI/MiniMax-M2.5 on the Hugging Face Hub.
+    shapes = {"MiniMax-M2.5-230B-A10B": dict(rotary_dim=64)}
