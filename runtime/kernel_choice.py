@@ -22,7 +22,8 @@ def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRun
 
     kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them, and a
     GPU has run them: a model whose `kernels_ran` is False has parts of which none has. A model may
-    have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An unknown name raises ValueError.
+    have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An unknown name
+    raises ValueError.
     """
     if kernels not in KERNELS:
         raise ValueError(f"decode_kernels {kernels!r}: it must be one of {', '.join(KERNELS)}")

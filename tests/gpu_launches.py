@@ -34,7 +34,6 @@ from formats.quantizer import DTYPES
 from model import Chunk, Transformer
 from models.random_weights import architecture, first_layers, number_format
 from ops import gpu
-from ops.declared import UNCHECKED
 from ops.launch import KernelError, can_launch, compile_only
 from ops.plain import attention
 from ops.step import draft_check
@@ -43,7 +42,6 @@ from runtime.sampling import StepState
 from runtime.verification import ACCEPT_STREAM
 from tp import ModelShard
 
-os.environ[UNCHECKED] = "1"  # those kernels compile, too
 LAYERS = 4  # they have each kind of layer, in all models but Gemma 4
 SHORT, LONG = 256, 32768  # positions of a cache
 # Sequences, tokens of each.

@@ -33,6 +33,7 @@ REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
     "gemma-4-26B-A4B": "no kernels for SandwichAddNorm",
     "Kolibri-1-78B-A3.5B": "no kernels for SandwichAddNorm",
+    "Trinity-Mini-26B-A3B": "no kernels for SandwichAddNorm",
     "DeepSeek-V3": "no kernels for SigmoidRoutedMoE",  # groups of experts
 }
 
