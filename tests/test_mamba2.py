@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import transformers
+from conftest import FAMILIES as FIXTURES
+from conftest import randomize
 from torch import Tensor
 from without_gpu import run_without_gpu
 
 from generate import load_model
 from model import Chunk, Transformer
+from models.converter import convert
 from models.layers import mamba_hybrid
 from models.layers.mamba2 import MambaState
 from ops.plain.mamba2 import ssm_chunk, ssm_step, time_steps
@@ -253,3 +257,16 @@ def test_speculation_gives_the_same_tokens(made):
     speculation = Speculation(Session(load_model(made.directory, "cpu"), 256), 5)
     assert list(speculation.stream(ids, 40, GREEDY)) == plain
     assert speculation.drafted > speculation.accepted
+
+
+def test_experts_in_a_latent_space_are_transformers(tmp_path):
+    """As Nemotron 3 Super has them: routed experts read and write fewer numbers than x has."""
+    torch.manual_seed(0)
+    config = FIXTURES["nemotron_h"]().config.to_dict() | {"moe_latent_size": 32}
+    peer = transformers.NemotronHForCausalLM(transformers.NemotronHConfig.from_dict(config)).eval()
+    randomize(peer)
+    peer.save_pretrained(tmp_path / "hf")
+    model = load_model(convert(tmp_path / "hf", dtype="fp32", progress=False), "cpu")
+    assert model.args.latent_dim == 32
+    model.setup_cache(1, 64)
+    torch.testing.assert_close(run(model, prompt(40)), peer(prompt(40)).logits, rtol=0, atol=1e-4)
