@@ -2,53 +2,35 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from model import Block
-from models.config import HFConfig, rotary_dim, unsupported
+from models.config import unsupported
 from models.family import PublishedLayout
-from models.gguf import Values, partial_rotary
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.scaled_rope import (
-    ScaledRopeArgs,
-    ScaledRopeFamily,
-    ScaledRopeTransformer,
-    scaled_rope_table,
+from models.layers.partial_rope import (
+    PartialRopeArgs,
+    PartialRopeFamily,
+    PartialRopeTransformer,
 )
 from models.tensors import Recipes, score_bias_recipe
 
 
 @dataclass(frozen=True)
-class MiniMaxM2Args(ScaledRopeArgs):
-    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
-
+class MiniMaxM2Args(PartialRopeArgs):
     n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
     routed_scale = 1.0  # no scale of routing weights,
     shared_intermediate = 0  # and no shared expert
 
-    def constraints(self) -> dict[str, bool]:
-        rotated = self.rotary_dim or 2
-        fits = rotated % 2 == 0 and self.head_dim % rotated == 0
-        return super().constraints() | {"rotary_dim": fits}
 
-
-class MiniMaxM2Transformer(ScaledRopeTransformer):
+class MiniMaxM2Transformer(PartialRopeTransformer):
     args: MiniMaxM2Args
 
     def make_block(self, args: MiniMaxM2Args, layer: int) -> Block:
-        block = Block(args, layer)
-        block.attention.rotary_dim = args.rotary_dim or args.head_dim
+        block = super().make_block(args, layer)
         block.ffn = SigmoidRoutedMoE(args)
         return block
 
-    def make_rope_table(self, length: int, device: torch.device) -> Tensor:
-        rotated = self.args.rotary_dim or self.args.head_dim
-        unrotated = self.args.head_dim - rotated
-        return scaled_rope_table(self.args, rotated, length, device, unrotated)
 
-
-class MiniMaxM2(ScaledRopeFamily):
+class MiniMaxM2(PartialRopeFamily):
     name = "minimax_m2"
     args_class = MiniMaxM2Args
     model_class = MiniMaxM2Transformer
@@ -70,7 +52,7 @@ class MiniMaxM2(ScaledRopeFamily):
         "num_local_experts": "num_experts",
         "partial_rotary_factor": "partial_rotary_factor",  # read, but without a default of its own
     }
-    nullable = ("partial_rotary_factor", "rotary_dim")
+    nullable = (*PartialRopeFamily.nullable, "rotary_dim")
     fixed = {"qk_norm": "full"}
     # The published files have these keys; transformers reads none.
     only = {
@@ -98,23 +80,10 @@ class MiniMaxM2(ScaledRopeFamily):
             raise unsupported("rotary_dim", part, f"a divisor of head_dim = {size!r:.40} is needed")
         return config | {key: part / size}
 
-    def arg_fields(self, c: HFConfig) -> dict:
-        rotated = super().arg_fields(c), rotary_dim(c)
-        return rotated[0] | {"rotary_dim": rotated[1] if rotated[1] < c["head_dim"] else None}
-
-    def to_hf(self, args: MiniMaxM2Args) -> dict:
-        config = super().to_hf(args)
-        factor = (args.rotary_dim or args.head_dim) / args.head_dim
-        config["rope_parameters"]["partial_rotary_factor"] = factor
-        return config
-
     def expert_recipes(self, args: MiniMaxM2Args, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     gguf = "minimax-m2"
-
-    def gguf_config(self, values: Values) -> dict:
-        return super().gguf_config(values) | partial_rotary(values)
 
     # As in config.json of MiniMaxAI/MiniMax-M2.5 on the Hugging Face Hub.
     shapes = {"MiniMax-M2.5-230B-A10B": dict(rotary_dim=64)}
