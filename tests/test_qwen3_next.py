@@ -1,4 +1,4 @@
-"""What is particular to Qwen3-Next: its state, its tensors' order, norms in fp32."""
+"""What is particular to Qwen3-Next: its tensors' order, norms in fp32."""
 
 import json
 import shutil
@@ -19,15 +19,10 @@ from generate import load_model
 from model import Chunk, KVCache, Transformer
 from models import ARCHITECTURES, build_model
 from models.converter import convert
-from models.layers import gated_delta_net, gated_hybrid
 from models.layers.gated_delta_net import DeltaState
 from models.layers.gated_hybrid import HybridArgs
-from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE
-from runtime.session import Session, SessionOptions
-from runtime.snapshots import MAX_SNAPSHOTS, Snapshots
-from runtime.speculation import Speculation
+from runtime.session import Session
 
 GREEDY = Sampling(temperature=0)
 
@@ -47,29 +42,7 @@ def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor
     return model(tokens, chunk, all_positions=True, **options)
 
 
-def delta_states(model: Transformer) -> list[DeltaState]:
-    return [state for state in model.states if isinstance(state, DeltaState)]
-
-
-def assert_same_state(model: Transformer, other: Transformer) -> None:
-    for ours, theirs in zip(delta_states(model), delta_states(other), strict=True):
-        torch.testing.assert_close(ours.state, theirs.state, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours.window, theirs.window, rtol=1e-4, atol=1e-5)
-
-
 # Arithmetic ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes", ((300,), (64, 200, 36), (1, 2, 129, 168)))
-def test_a_long_prompt_matches_transformers(make_family, model, sizes):
-    """Several chunks of the delta rule, and several of the prompt."""
-    tokens, start, parts = prompt(300), 0, []
-    want = make_family("qwen3_next").peer(tokens).logits
-    model.setup_cache(1, 384)
-    for part in tokens.split(sizes, dim=1):
-        parts.append(run(model, part, start))
-        start += part.shape[1]
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=1e-4)
 
 
 def test_joined_projections_give_the_same(model):
@@ -89,174 +62,6 @@ def test_published_sizes():
     args = ARCHITECTURES["Qwen3-Next-80B-A3B"]
     assert args.full_layers == tuple(range(3, 48, 4)) and args.rotary_dim == 64
     assert sum(p.numel() for p in build_model(args).parameters()) == 79_674_391_296
-
-
-# The state ----------------------------------------------------------------------------------------
-
-
-def test_the_layers_know_what_the_runtime_keeps():
-    assert gated_delta_net.MAX_TENTATIVE >= MAX_TENTATIVE
-    assert gated_hybrid.MAX_SNAPSHOTS >= MAX_SNAPSHOTS
-
-
-def test_padding_and_idle_rows_leave_the_state(model):
-    model.setup_cache(3, 64)
-    tokens = prompt(20).expand(3, -1).contiguous()
-    positions = torch.arange(20).expand(3, -1)
-    model(tokens, positions, last=torch.tensor([19, 4, -1]))
-    for state in delta_states(model):
-        assert state.state[0].any() and state.window[0].any()
-        assert not state.state[2].any() and not state.window[2].any()
-    other = build_alone(model, tokens[:1, :5])  # one by one
-    for ours, theirs in zip(delta_states(model), other, strict=True):
-        torch.testing.assert_close(ours.state[1:2], theirs.state)
-        torch.testing.assert_close(ours.window[1:2], theirs.window)
-
-
-def build_alone(model: Transformer, tokens: Tensor) -> list[DeltaState]:
-    """Return the states of the model after these tokens alone; `model` keeps its own."""
-    kept = model.states
-    model.setup_cache(1, 64)
-    for start in range(tokens.shape[1]):
-        run(model, tokens[:, start : start + 1], start)
-    alone = delta_states(model)
-    model.states = kept
-    return alone
-
-
-def pass_states(model: Transformer) -> list[Tensor]:
-    return [buffer.clone() for state in delta_states(model) for buffer in state.buffers()]
-
-
-@pytest.mark.parametrize("after", (1, 2, 20))  # a step, a pass, a prompt
-@pytest.mark.parametrize("count", (1, 2, 5, 7))
-def test_a_call_after_accepted_drafts_is_as_if_they_had_run_alone(make_family, count, after):
-    """The position of a call tells how many tokens of the call before were accepted."""
-    directory = make_family("qwen3_next").directory
-    model, other = load_model(directory, "cpu"), load_model(directory, "cpu")
-    tokens, more = prompt(27), prompt(after + 1, 5)
-    for each, drafts in ((model, tokens[:, 20:]), (other, tokens[:, 20 : 20 + count])):
-        each.setup_cache(1, 64)
-        run(each, tokens[:, :20])
-        run(each, drafts, 20)
-    found = [run(each, more[:, :after], 20 + count) for each in (model, other)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    for each in (model, other):  # a token more: now the states have taken all in
-        run(each, more[:, after:], 20 + count + after)
-    assert_same_state(model, other)
-
-
-def test_a_warm_up_takes_nothing_in(model):
-    """All its tokens are padding, also while tokens of a pass are pending."""
-    model.setup_cache(1, 64)
-    run(model, prompt(20))
-    run(model, prompt(5), 20)
-    before = pass_states(model)
-    for queries in (4, 1):
-        positions = torch.arange(64 - queries, 64).unsqueeze(0)
-        model(prompt(queries), positions, last=torch.tensor([-1]), all_positions=True)
-    assert all(torch.equal(*pair) for pair in zip(pass_states(model), before, strict=True))
-
-
-@pytest.mark.slow
-def test_a_compiled_step_after_a_pass_takes_in_what_was_accepted(make_family):
-    """AOTAutograd copies a changed buffer last, so that an earlier read may get the new one."""
-    directory = make_family("qwen3_next").directory
-    model, other = load_model(directory, "cpu"), load_model(directory, "cpu")
-    tokens, positions = prompt(24), torch.arange(20, 24).unsqueeze(0)
-    for each, runner in ((model, None), (other, CompiledRunner(other))):
-        each.setup_cache(1, 64)
-        run(each, tokens[:, :20])
-        options = dict(all_positions=True, runner=runner)
-        each(tokens[:, 20:], positions, torch.tensor([3]), **options)
-        each(tokens[:, 3:7], positions + 2, torch.tensor([3]), **options)
-        for at in (25, 26):  # after three more, then plain
-            each(tokens[:, :1], torch.tensor([[at]]), torch.tensor([0]), **options)
-    assert_same_state(model, other)
-
-
-def test_the_state_is_updated_in_place(model):
-    """A captured step reads and writes fixed addresses."""
-    model.setup_cache(1, 64)
-    (first, *_) = delta_states(model)
-    at = [buffer.data_ptr() for buffer in first.buffers()]
-    run(model, prompt(20))
-    run(model, prompt(4), 20)
-    snapshots = Snapshots(model.states, 1)
-    snapshots.take(0, 22)
-    run(model, prompt(1), 22)
-    snapshots.go_back(0, 22)
-    first.reset()
-    assert at == [buffer.data_ptr() for buffer in first.buffers()]
-    assert not any(buffer.any() for buffer in first.buffers())
-
-
-def test_rows_and_snapshots_have_the_tokens_of_a_pass(model):
-    """A row that is copied, exchanged or set back after a pass goes on with what was accepted."""
-    session = Session(model, 100, SessionOptions(batch=3))
-    tokens = prompt(20)
-    run(model, tokens)
-    run(model, prompt(5), 20)
-    session.cached[0] = 23
-    session.snapshots.take(0, 23)
-    session.copy_row(0, 2, 23)
-    session.swap_rows(2, 1)
-    found = []
-    for row in (0, 1, 0):
-        if len(found) == 2:  # after other calls
-            assert session.snapshots.go_back(0, 23) == 23
-        for part in (tokens[:, :2], tokens[:, 2:3]):  # the second token is refused
-            logits = model(part, Chunk(torch.tensor([row]), 25), all_positions=True)
-        found.append(logits)
-    for logits in found[1:]:
-        torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-4)
-
-
-def test_snapshots_are_limited(model):
-    """The first and the latest are kept, of all layers; their bytes are counted."""
-    states = [s for s in model.setup_cache(2, 64) if isinstance(s, DeltaState)]
-    found, most = Snapshots(model.states, 2), MAX_SNAPSHOTS
-    for length in range(1, most + 5):
-        for n, state in enumerate(states):
-            state.state.fill_(length + n)
-        found.take(1, length)
-    kept = [1, *range(6, most + 5)]
-    assert sorted(found.taken[1]) == kept and not found.taken[0]
-    assert found.nbytes == most * sum(t.nbytes for s in states for t in s.recurrent(0))
-    found.assign({0: 1})
-    for length, back in ((7, 7), (5, 1), (0, 0)):
-        assert found.go_back(1, length) == back
-        for n, state in enumerate(states):
-            assert state.state[1].unique().item() == (back + n if back else 0)
-    assert found.go_back(0, 9) == 9 and states[1].state[0].unique().item() == 10
-    found.forget(0)
-    assert found.go_back(0, 9) == 0 and not states[0].state[0].any()
-
-
-def test_a_prefix_is_reused_from_its_snapshot(make_family):
-    def fresh(ids: list[int]) -> list[int]:
-        session = Session(load_model(directory, "cpu"), 256)
-        return list(session.stream(ids, 8, GREEDY))
-
-    directory = make_family("qwen3_next").directory
-    session = Session(load_model(directory, "cpu"), 256, SessionOptions(prefill_chunk=16))
-    ids = prompt(40)[0].tolist()
-    answer = list(session.stream(ids, 8, GREEDY))
-    more = [*ids, *answer, 3, 4]
-    assert list(session.stream(more, 8, GREEDY)) == fresh(more)
-    assert session.prefilled == len(more) - len(ids)
-    other = [*ids[:35], 7, 8, 9]
-    assert list(session.stream(other, 8, GREEDY)) == fresh(other)
-    assert session.prefilled == len(other) - 32
-
-
-def test_speculation_gives_the_same_tokens(make_family):
-    directory = make_family("qwen3_next").directory
-    ids = prompt(6)[0].tolist() * 4
-    plain = list(Session(load_model(directory, "cpu"), 256).stream(ids, 40, GREEDY))
-    speculation = Speculation(Session(load_model(directory, "cpu"), 256), 5)
-    assert list(speculation.stream(ids, 40, GREEDY)) == plain
-    assert speculation.drafted > speculation.accepted
 
 
 # Several processes --------------------------------------------------------------------------------
@@ -417,6 +222,7 @@ def test_published_fp8_is_kept(tmp_path):
 def test_a_token_reads_a_recurrent_state_once_and_a_cache_up_to_its_position(model):
     session = Session(model, 100)
     near, far = (cache_in_use(session, position) for position in (10, 20))
-    states = sum(state.state.nbytes + state.window.nbytes for state in delta_states(model))
+    deltas = [state for state in session.states if isinstance(state, DeltaState)]
+    states = sum(state.state.nbytes + state.window.nbytes for state in deltas)
     cache = next(state for state in session.states if isinstance(state, KVCache))
     assert 0 < near - states == (far - states) // 2 == 10 * cache.nbytes // session.cache_len
