@@ -52,7 +52,7 @@ def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
         models = build_model(args), model
     # Transformers has most score_biases and Gemma 4's scalar as buffers; Flint's router has none.
     # Our router includes its scale.
-    apart = "score_bias", "score_correction_bias", ".scalar", "router.scale"
+    apart = "score_bias", "score_correction_bias", "expert_bias", ".scalar", "router.scale"
     ours, theirs = (
         sum(p.numel() for name, p in m.named_parameters() if not name.endswith(apart))
         for m in models

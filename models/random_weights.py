@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ def architecture(name: str) -> ModelArgs:
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     if not Path(name).is_file():
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"--arch {name}: neither a config.json nor one of {known}")
+        near = ", ".join(get_close_matches(name, ARCHITECTURES, n=4, cutoff=0))
+        why = "neither a config.json nor one of the names that `shapes` in models/*.py have"
+        raise ValueError(f"--arch {name}: {why}. The nearest: {near}")
     try:
         config = json.loads(Path(name).read_bytes())
     except (ValueError, RecursionError) as error:

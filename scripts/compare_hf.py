@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cli.command import command
@@ -110,6 +110,16 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
     record(("", "logits"), model.head, lambda i, o: o)
 
 
+# Names of the norm before the FFN. With norms around sublayers the usual name is another norm's.
+FFN_NORMS = "pre_mlp_layernorm", "ffn_norm", "post_attention_layernorm"
+
+
+def part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Return the first of these submodules that there is."""
+    parts = (getattr(module, name, None) for name in names)
+    return next(part for part in parts if part is not None)
+
+
 def record_peer(peer: nn.Module, recorder: Recorder) -> None:
     """Record the same operators of transformers' model."""
     record, scale = recorder.record, getattr(peer.config, "moe_routed_scaling_factor", 1.0)
@@ -118,16 +128,16 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
         return
     record(("", "embedding"), peer.model.embed_tokens, lambda i, o: o)
     for n, block in enumerate(peer.model.layers):
-        layer, norm = f"layer {n}", block.post_attention_layernorm
-        ffn = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
+        layer, norm = f"layer {n}", part_of(block, FFN_NORMS)
+        ffn = part_of(block, ("mlp", "block_sparse_moe", "feed_forward"))
         gate = scores = getattr(ffn, "gate", getattr(ffn, "router", None))
         ffn_norm, is_gemma4 = norm, hasattr(block, "pre_feedforward_layernorm_2")
         if is_gemma4:  # the router and the experts stand beside a dense FFN
             norm, gate, ffn = block.pre_feedforward_layernorm, block.router, block.experts
             ffn_norm, scores = gate.norm, gate.proj
-        record((layer, "attention norm"), block.input_layernorm, lambda i, o: o)
-        kinds = (getattr(block, name, None) for name in ("self_attn", "linear_attn", "mamba"))
-        attention = next(kind for kind in kinds if kind is not None)
+        before = part_of(block, ("input_layernorm", "operator_norm"))
+        record((layer, "attention norm"), before, lambda i, o: o)
+        attention = part_of(block, ("self_attn", "linear_attn", "mamba", "conv"))
         record((layer, "attention"), attention, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after attention"), norm, lambda i, o: i[0])
         record((layer, "ffn norm"), ffn_norm, lambda i, o: o)
@@ -139,7 +149,8 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
             record((layer, "expert weights"), gate, weights)
         record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after experts"), block, lambda i, o: o)
-    record(("", "last norm"), peer.model.norm, lambda i, o: o)
+    last = part_of(peer.model, ("norm", "embedding_norm"))
+    record(("", "last norm"), last, lambda i, o: o)
     record(("", "logits"), peer.lm_head, lambda i, o: o)
 
 

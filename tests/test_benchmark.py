@@ -183,7 +183,7 @@ def test_a_batch_reads_each_distinct_expert_once(tmp_path, monkeypatch, capsys):
 
 MIXTRAL = ("--arch", "Mixtral-8x7B")
 MISTAKES = (
-    (("--arch", "Mixtral-9x9B"), ", ".join(ARCHITECTURES)),
+    (("--arch", "Mixtral-9x9B"), "The nearest: Mixtral-8x7B, "),
     (("--arch", "config.json"), "JSON"),
     ((*MIXTRAL, "--new_tokens", "1"), "--new_tokens 1"),
     ((*MIXTRAL, "--mode", "int5"), "--mode int5"),

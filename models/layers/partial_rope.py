@@ -47,9 +47,8 @@ class PartialRopeFamily(ScaledRopeFamily):
     nullable = ("partial_rotary_factor",)
 
     def arg_fields(self, c: HFConfig) -> dict:
-        rotated = rotary_dim(c)
-        rotated = rotated if rotated < c["head_dim"] else None
-        return super().arg_fields(c) | {"rotary_dim": rotated}
+        fields, rotated = super().arg_fields(c), rotary_dim(c)
+        return fields | {"rotary_dim": rotated if rotated < c["head_dim"] else None}
 
     def to_hf(self, args: PartialRopeArgs) -> dict:
         config = super().to_hf(args)

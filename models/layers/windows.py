@@ -44,8 +44,10 @@ class WindowedFamily(ScaledRopeFamily):
         kinds = listed_kinds(c, KINDS)
         kinds = kinds or [KINDS[self.usual_full(layer, n_layer)] for layer in range(n_layer)]
         full = tuple(layer for layer, kind in enumerate(kinds) if kind == KINDS[1])
-        window = c.integer("sliding_window") if len(full) < n_layer else None
-        return {"sliding_window": window, "full_layers": full}
+        windowed = len(full) < n_layer
+        if windowed or c.get("sliding_window") is not None:  # one that no layer has is checked, too
+            window = c.integer("sliding_window")
+        return {"sliding_window": window if windowed else None, "full_layers": full}
 
     def to_hf(self, args) -> dict:
         config = super().to_hf(args)
