@@ -14,6 +14,7 @@ from runtime import compile_ahead as ahead
 GPU = KNOWN["sm_90"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", (2, pytest.param(0, marks=pytest.mark.slow)))
 def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
     case = "Qwen3-30B-A3B:int4"

@@ -97,6 +97,7 @@ def test_scores_rank_the_tokens_of_a_unigram_vocabulary(tmp_path):
     assert tokenizer.frequent_ids(3) == sorted([end, 1, 2])
 
 
+@pytest.mark.slow
 def test_the_embedded_vocabulary_covers_its_own_text_better_than_a_part_of_rare_ids():
     """SentencePiece: half of the ids make nearly all of the held-out text."""
     tokenizer = load_tokenizer(embedded_checkpoint())

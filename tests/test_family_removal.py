@@ -91,6 +91,7 @@ def run(code: str, copy: Path, *arguments: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", [pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FILES]
 )

@@ -274,6 +274,7 @@ def test_launches_fit_a_smaller_gpu():
     assert {"_multiply_sum", "_multiply_each", "attend_kernel", "join_tokens"} < kernels
 
 
+@pytest.mark.slow
 def test_an_old_gpu_launches_nothing():
     given = {"gpus": ["sm_75"], "cases": ["Qwen3.6-35B-A3B:bf16"], "quick": True}
     found = run_without_gpu("gpu_launches.py", given=given)

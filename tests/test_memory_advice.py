@@ -243,6 +243,7 @@ def check_least_change(plan, case: Case, texts: list[str]) -> None:
         assert plan(one) is not None, f"{one} fits, suggested were {texts}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_following_the_advice_is_never_refused(plan, seed):
     rng = random.Random(seed)

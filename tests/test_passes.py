@@ -222,6 +222,7 @@ class CountOperators(TorchDispatchMode):
 # Compiled code ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "numbers"), ((1, (1, 2, 3, 5, 7, 4)), (2, (1, 2, 3, 4))))
 @pytest.mark.parametrize("fused", (False, True))
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_next"))
