@@ -16,7 +16,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class Beside:
     """What is launched on the copies' stream, beside what the current stream does.
 
-    Without a GPU it runs at once.
+    Without a GPU, the work runs at once.
     """
 
     def __init__(self, device: torch.device):

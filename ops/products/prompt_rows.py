@@ -4,7 +4,7 @@ PyTorch alone takes a dozen passes over the rows of all pairs, which together ta
 products (docs/log/prompts.md).
 
 Letters: T tokens, A experts of a token, N = T * A pairs, sorted by expert; D numbers of a token, I
-of an expert. The next product reads its x in the order of `columns`, int32
+of an expert. `columns`, int32, is the order in which the next product reads x
 (`Packed.column_order`); None: as it is.
 """
 
