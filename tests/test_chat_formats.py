@@ -69,8 +69,8 @@ LFM = """<|tool_call_start|>[{{ c.function.name }}(
 class Chat(NamedTuple):
     """A family's chat format.
 
-    role: what begins a message. end: the token that ends an answer. ends: ids of
-    generation_config.json beside it. markers: further tokens. opened: what the prompt ends with.
+    role: the beginning of a message. end: the token that ends an answer. ends: ids of
+    generation_config.json beside it. markers: further tokens. opened: the end of a prompt.
     call: an earlier call in its template's words. calls: the same, as the model writes it.
     """
 
