@@ -70,7 +70,7 @@ from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.kernels_without_gpu import (
     Launch,
     compiled,
@@ -904,7 +904,7 @@ def main() -> int:
     given = json.load(sys.stdin)
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
-        check_bounds()
+        interpreter.prepare()
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()

@@ -27,6 +27,7 @@ from offload.plan import OffloadSettings, offload_experts
 from offload.runner import FusedOffloadRunner
 from ops.step import cpu_share, expert_paging
 from ops.step.cpu_share import ANSWERED, ASKED, Mailbox, new_mailbox
+from tests import interpreter
 from tests.launched_code import launched_code
 from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, replace_four_bits, small_model
 
@@ -155,6 +156,7 @@ def main() -> int:
     given = json.load(sys.stdin) or {}
     with torch.inference_mode():
         if os.environ.get("TRITON_INTERPRET") == "1":
+            interpreter.prepare()
             replace_four_bits()
             models = [model_errors(*pair) for pair in given.get("models", ())]
             found = {"placed": place_differences(), "asked": ask_differences(), "models": models}

@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="ops/ needs triton")
 from model import Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.products.prompt_weights import PromptTile
+from tests import interpreter
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
@@ -29,6 +30,8 @@ from tests.prompts_without_gpu import (
     reorders_rows,
 )
 from tests.token_draw_without_gpu import run as draw
+
+interpreter.prepare()
 
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
 
