@@ -566,7 +566,6 @@ THINNED = {
     "test_verified_tokens_have_the_models_distribution": 2,
     "test_up_to_four_answers_share_passes": 8,
     "test_neighbors_come_and_go_between_passes": 12,
-    "test_ranks_answer_as_one_process": 9,
     "test_a_listing_with_a_value_of_another_type": 5,
     "test_a_watched_answer_has_the_details_of_the_model": 4,
     "test_short_prompts_run_as_steps_of_many_tokens": 3,

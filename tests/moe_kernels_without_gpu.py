@@ -479,14 +479,15 @@ def layer_errors(
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
     ranges: bool = False,
+    **changes,
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
-    ranges: as of `small_model`.
+    ranges, changes: as of `small_model`.
     """
-    model = small_model(family, format, batch, ranges)
+    model = small_model(family, format, batch, ranges, **changes)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)

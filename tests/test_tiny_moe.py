@@ -173,14 +173,16 @@ def test_new_tokens_fill_a_short_cache_by_default(cache, directory, monkeypatch,
     assert result["prompt_tokens"] + result["new_tokens"] == 20
 
 
-def test_interactive_keeps_and_forgets(cache, directory):
+def test_interactive_keeps_and_forgets(cache, directory, monkeypatch, capsys):
     """The second line continues the first one's text; /reset forgets it."""
     arguments = ("--interactive", "--temperature", "0", "--max_new_tokens", "8", "--ignore_eos")
     run = command(cache, *arguments, text="import os\nimport sys\n/reset\nimport os\n/exit\n")
     assert run.returncode == 0, run.stderr
     used = [int(n) for n in re.findall(r"context (\d+) of", run.stderr)]
     assert len(used) == 3 and used[1] > used[0] + 8 and used[2] == used[0]
-    once = command(cache, *arguments, text="import os\n").stdout
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    code, once, _ = run_main(monkeypatch, capsys, cache, *arguments)
+    assert code == 0 and once
     assert run.stdout.startswith(once) and run.stdout.endswith(once)
 
 
