@@ -37,13 +37,13 @@ ASKS = (8, 3, 1, 2, 40), (5, 5, 4, 3, 1030)  # E, R, T, A, D
 
 
 def place_differences() -> int:
-    """Count the calls, of 80 a shape, in which kernel and plain PyTorch differ."""
+    """Count the calls, of 36 a shape, in which kernel and plain PyTorch differ."""
     wrong, generator = 0, torch.Generator().manual_seed(0)
     expert_paging.TRIED = 5
     for E, R, P in PLACED:
         prefetches = R < E
         caches = [DeviceExpertCache(E, range(R), CPU) for _ in range(2)]
-        for call in range(80):
+        for call in range(36):
             copies = torch.randint(0, 3, (3,), generator=generator).minimum(torch.arange(3))
             for cache in caches:
                 cache.copies = copies

@@ -1,6 +1,6 @@
-"""Run a worker of tests/ on several ranks: `python tests/ranks.py RANKS WORKER ARGUMENTS...`.
+"""Run a module's `main` on several ranks: `python tests/ranks.py RANKS MODULE ARGUMENTS...`.
 
-The ranks are forked after the worker's imports, which take longer than most of its cases. Tests of
+The ranks are forked after the module's imports, which take longer than most cases. Tests of
 torchrun itself are in tests/test_tp.py.
 """
 
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable
 
 
-def run_rank(rank: int, ranks: int, port: int, main: Callable[[], None]) -> None:
-    """Run a worker's `main` in the environment that torchrun gives a rank."""
+def run_rank(rank: int, ranks: int, port: int, main: Callable[[], int | None]) -> None:
+    """Run `main` in the environment that torchrun gives a rank, and exit with what it returns."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    main()
+    sys.exit(main())
 
 
 def main() -> int:
-    _, ranks, worker, *arguments = sys.argv
-    work = importlib.import_module(worker).main
-    sys.argv = [worker, *arguments]
+    _, ranks, module, *arguments = sys.argv
+    work = importlib.import_module(module).main
+    sys.argv = [module, *arguments]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -387,9 +387,9 @@ def torchrun(ranks: int, *command: str, **options) -> subprocess.Popen:
     return subprocess.Popen(launch, cwd=ROOT, env=environment(), **pipes, **options)
 
 
-def run_ranks(ranks: int, worker: str, *arguments: str | Path) -> subprocess.Popen:
-    """Start a worker of tests/ on several ranks."""
-    command = [sys.executable, ROOT / "tests" / "ranks.py", str(ranks), worker, *arguments]
+def run_ranks(ranks: int, module: str, *arguments: str | Path) -> subprocess.Popen:
+    """Start a module's `main` on several ranks."""
+    command = [sys.executable, ROOT / "tests" / "ranks.py", str(ranks), module, *arguments]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
 
@@ -790,8 +790,12 @@ def test_ranks_that_differ_are_refused_in_one_line():
     assert [out for out, _ in outputs] == ["", ""] and outputs[1][1] == ""
 
 
-def test_torchrun_gives_the_same_text_and_only_rank_0_prints(monkeypatch, capsys):
-    process = torchrun(2, "generate.py", *ANSWER)
+@pytest.mark.parametrize("start", ("forked", pytest.param("torchrun", marks=pytest.mark.slow)))
+def test_two_ranks_give_the_same_text_and_only_rank_0_prints(start, monkeypatch, capsys):
+    if start == "torchrun":
+        process = torchrun(2, "generate.py", *ANSWER)
+    else:
+        process = run_ranks(2, "generate", *ANSWER)
     monkeypatch.setattr(sys, "argv", ["generate.py", *ANSWER])
     assert generate.main() == 0
     out, errors = process.communicate(timeout=120)
