@@ -504,26 +504,32 @@ class Family:
     directory: Path  # converted to fp32
 
 
-# Files of 30 seconds and more. Two workers that take them in this order end about together.
+# Files of 10 processor seconds and more. Two workers that take them in this order end together.
 LONG_FILES = (
-    "test_quantize.py",
-    "test_tp.py",
-    "test_kernels.py",
-    "test_moe_kernels.py",
-    "test_tiny_moe.py",
-    "test_codegen.py",
-    "test_session.py",
-    "test_speculate.py",
-    "test_mtp.py",
-    "test_benchmark.py",
-    "test_serve_speculation.py",
-    "test_batch_speculation.py",
-    "test_auto_speculation.py",
-    "test_train_tiny_moe.py",
-    "test_model.py",
     "test_serve.py",
     "test_offload.py",
+    "test_mtp.py",
+    "test_speculate.py",
+    "test_codegen.py",
     "test_tiny_hybrid.py",
+    "test_tp.py",
+    "test_guides.py",
+    "test_model.py",
+    "test_quantize.py",
+    "test_serve_speculation.py",
+    "test_session.py",
+    "test_batch_speculation.py",
+    "test_benchmark.py",
+    "test_auto_speculation.py",
+    "test_moe_kernels.py",
+    "test_kernels.py",
+    "test_cpu_experts.py",
+    "test_eval.py",
+    "test_tiny_moe.py",
+    "test_batch.py",
+    "test_chat.py",
+    "test_train_tiny_moe.py",
+    "test_card_plan.py",
 )
 
 
