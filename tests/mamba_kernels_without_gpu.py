@@ -22,8 +22,8 @@ from model import Context
 from models.layers.mamba2 import Mamba2, MambaSizes, MambaState
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import mamba
+from tests import interpreter
 from tests.delta_kernels_without_gpu import counts, relative_error
-from tests.interpreter_bounds import check_bounds
 from tests.launched_code import launched_code
 
 CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None: it had one token)
@@ -139,7 +139,7 @@ def main() -> int:
     torch.set_num_threads(1)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
-        check_bounds()
+        interpreter.prepare()
         names = os.environ.get("CASES", ",".join(CASES)).split(",")
         print(json.dumps({name: case_errors(CASES[name]) for name in names}))
     else:

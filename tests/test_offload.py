@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 
@@ -585,8 +585,16 @@ def test_fused_layers_over_slots():
 # Runners ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compute", (pytest.param("gpu", marks=pytest.mark.slow), "cpu"))
-def test_compiled_equals_eager(make, compute):
+@pytest.mark.parametrize(
+    ("compute", "backend"),
+    (
+        ("cpu", "eager"),  # traced, and not compiled
+        pytest.param("cpu", "inductor", marks=pytest.mark.slow),
+        pytest.param("gpu", "inductor", marks=pytest.mark.slow),
+    ),
+)
+def test_compiled_equals_eager(make, compute, backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     resident, model = load(make("fp32")), load(make("fp32"), OffloadSettings(3, compute=compute))
     assert choose_runner(resident) is CompiledRunner
     assert choose_runner(model) is OffloadRunner
