@@ -3,8 +3,6 @@
 `s` is a `KernelSettings`, `a` its `AttentionSettings`. Letters: as in ops/attention/gqa.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
 from ops.attention.heads import (
     inverse_rms,

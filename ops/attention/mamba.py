@@ -13,8 +13,6 @@ then B and C [G N] each; W its width; T tokens, of which a sequence's first `las
 tokens that may be pending.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

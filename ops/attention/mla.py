@@ -19,8 +19,6 @@ query that are not rotated, R rotary dim, r rank of the latent, V value dim, P p
 positions, at most, M rows of a program.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ Formulas, letters and the reference: models/layers/short_conv.py and ops/plain/s
 T tokens of each sequence, R slots of the ring.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -29,8 +29,6 @@ multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floatin
 A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four

@@ -17,8 +17,6 @@ Letters: T tokens, A experts of a token (shared ones are among them), P = T * A 
 numbers of h and of x. Pair n is that of token n // A and its expert n % A.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

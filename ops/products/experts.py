@@ -17,8 +17,6 @@ once. ops/README.md has the rules of what a kernel may read before the previous 
 Several tokens have other kernels: ops/products/expert_tiles.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 

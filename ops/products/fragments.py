@@ -20,8 +20,6 @@ multiplies the fp32 sum of its products, so that a step lies within a group; a s
 (mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton

@@ -9,8 +9,6 @@ Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair

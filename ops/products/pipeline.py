@@ -10,8 +10,6 @@ Where instructions bind (mxfp4), programs stay: no more than run at once, each w
 x then stays in registers, and a tile's last multiplications load the next tile's first chunks.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 

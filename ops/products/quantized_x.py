@@ -4,8 +4,6 @@ int8 and 4-bit codes are multiplied as integers (ops/products/codes.py). A progr
 by itself takes as many instructions for it as for five rows of 4-bit codes.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch

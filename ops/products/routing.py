@@ -4,8 +4,6 @@ A router's scores stay fp32. Shared experts, which every token uses, are experts
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +15,7 @@ from ops.ranks.mailbox import MAX_DIM
 
 MAX_EXPERTS = 512
 MAX_PAIRS = 32
-SOFTMAX_ONE = tl and tl.constexpr(2.0**40)  # 1 as an integer, in sums of up to MAX_EXPERTS
+SOFTMAX_ONE = tl.constexpr(2.0**40)  # 1 as an integer, in sums of up to MAX_EXPERTS
 
 
 def check_router(E: int, D: int, routing: Routing) -> None:

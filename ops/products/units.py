@@ -6,8 +6,6 @@ bits from K * bits on. Inline assembly decodes two units, a 32-bit word, at once
 assembly of NVIDIA's GPUs; `decode` has the forms of other numbers and of other GPUs.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 

@@ -5,8 +5,6 @@ floating-point number. NVIDIA's GPUs multiply two bytes by two int16 in one inst
 look up four bytes in one (prmt). Other GPUs, and Triton's interpreter, take the other branches.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 

@@ -9,8 +9,6 @@ B sequences have T = N + 1 tokens each, some of which may be padding. The plain 
 random numbers, so that both accept the same drafts.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ On a GPU one Triton kernel does it: 48 layers' copies one by one keep the host b
 while the GPU waits for the next prompt.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import itertools
 import math
 from collections import defaultdict

@@ -14,8 +14,6 @@ Rows are sequences, or (ops/step/draft_check.py) the tokens of their passes. The
 sequence's pass share controls and `seen`: token i has also seen the pass's tokens up to i.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
