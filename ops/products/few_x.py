@@ -102,19 +102,15 @@ def token_sums(numbers, s: tl.constexpr):
 def _multiply_bf16(x, norm):
     """Return x * norm as the sum of two bf16 numbers, two at a time."""
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
+        PTX: tl.constexpr = """{
             .reg .b32 none, minus;
             mov.b32 none, 0x80008000;
             fma.rn.bf16x2 $0, $2, $3, none;
             xor.b32 minus, $0, none;
             fma.rn.bf16x2 $1, $2, $3, minus;
-            }""",
-            "=&r,=r,r,r",
-            (x, norm),
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
+            }"""
+        return tl.inline_asm_elementwise(
+            PTX, "=&r,=r,r,r", (x, norm), (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         product = x.to(tl.float32) * norm.to(tl.float32)
