@@ -50,14 +50,13 @@ MAX_QUERIES = 64  # tokens of each sequence
 @jit
 def _load_own(x, token, rotation, s: tl.constexpr):
     """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
-    RANK: tl.constexpr = s.rank
     DTYPE: tl.constexpr = x.kv.dtype.element_ty
     kv = x.kv + token * s.kv_row
-    c = tl.arange(0, RANK)[None, :]
+    c = tl.arange(0, s.rank)[None, :]
     weight = tl.load(x.kv_norm + c).to(tl.float32)
-    key = load_rotated(kv + RANK, rotation, s.rotary_dim).to(DTYPE)
+    key = load_rotated(kv + s.rank, rotation, s.rotary_dim).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
-    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + s.eps)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / s.rank + s.eps)
     return (latent * weight).to(DTYPE), key
 
 
@@ -85,10 +84,9 @@ def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
 # flight before the wait. The row of programs that has no head appends: its first one the tokens.
 @jit
 def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
-    COLUMNS: tl.constexpr = s.tile.columns
     PADDED: tl.constexpr = triton.next_power_of_2(s.unrotated)
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
-    n, c = tl.arange(0, PADDED), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    n, c = tl.arange(0, PADDED), tl.program_id(0) * s.tile.columns + tl.arange(0, s.tile.columns)
     at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
     has_head = s.own or head < s.heads
     inside = n < s.unrotated if s.own else n < tl.where(has_head, s.unrotated, 0)
@@ -147,8 +145,7 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 
     Latents from `seen` on are 0. Without int8 the scales are 1.0.
     """
-    BLOCK: tl.constexpr = s.tile.block
-    key = block * BLOCK + tl.arange(0, BLOCK)
+    key = block * s.tile.block + tl.arange(0, s.tile.block)
     row, is_seen = cache + key[:, None] * s.width, (key < seen)[:, None]
     latents = tl.load(row + tl.arange(0, s.rank)[None, :], mask=is_seen, other=0)
     keys = tl.load(row + s.rank + tl.arange(0, s.rotary_dim)[None, :], mask=is_seen, other=0)
@@ -238,11 +235,10 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
 @jit
 def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     AT_ONCE: tl.constexpr = 16
-    VALUES: tl.constexpr = s.tile.values
     RANK: tl.constexpr = s.rank
     Q: tl.constexpr = s.queries
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
-    row = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    row = tl.program_id(0) * s.tile.values + tl.arange(0, s.tile.values)
     c = tl.arange(0, RANK)[None, :]
     value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
     weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)

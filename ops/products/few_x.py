@@ -58,16 +58,15 @@ def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
 @jit
 def spread_begins(begins, s: tl.constexpr):
     """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
-    VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
     if s.unit_fields == 1:
         begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
+        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * s.vec])
     else:
         begins = tl.reshape(begins, [TILES, 1, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, VEC])
-    return tl.reshape(begins, [64 * WARPS * VEC * TILES])
+        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, s.vec])
+    return tl.reshape(begins, [64 * WARPS * s.vec * TILES])
 
 
 @jit

@@ -202,15 +202,14 @@ def _prepare_integers(raw, norm, s):
 @jit
 def _load_pairs(x, chunk, s):
     """Load both operands of each word of a chunk of quantized x, as a lane multiplies them."""
-    LANES: tl.constexpr = s.lanes
-    at = tl.arange(0, LANES * 2)
-    quad = chunk * LANES + at // 2
+    at = tl.arange(0, s.lanes * 2)
+    quad = chunk * s.lanes + at // 2
     first, second = (), ()
     for i in tl.static_range(4):
         words = x + (quad * 2 + at % 2) + i * s.quads * 2
         words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
         both = tl.load(words, mask=quad < s.quads, other=0)
-        one, other = tl.split(tl.reshape(both, [1, LANES // 32, 32, 2]))
+        one, other = tl.split(tl.reshape(both, [1, s.lanes // 32, 32, 2]))
         first, second = first + (one,), second + (other,)
     return first, second
 
