@@ -396,7 +396,8 @@ def kernels_support(state: Tensor) -> bool:
 # Pending tokens before a call that takes in none: prompts, and the plain form.
 
 
-def take_in(
+@custom_op("moe_fast::mamba_take_in", mutates_args=("state", "pending", "arrivals"))
+def take_in_pending(
     state: Tensor,
     pending: list[Tensor],
     weights: list[Tensor],
@@ -429,16 +430,4 @@ def take_in(
     take_in_plain(state, pending, W, position, last, row, advance)
 
 
-_take_in = torch.library.custom_op(
-    "moe_fast::mamba_take_in", take_in, mutates_args=("state", "pending", "arrivals")
-)
-
-
-@_take_in.register_fake
-def _(*_) -> None:
-    return None
-
-
-def take_in_pending(state: Tensor, *rest) -> None:
-    """`take_in`, as an operator in compiled code."""
-    (_take_in if torch.compiler.is_compiling() else take_in)(state, *rest)
+take_in_pending.register_fake(lambda *_: None)

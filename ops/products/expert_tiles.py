@@ -196,36 +196,17 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     # Of this expert. In place: Triton 3.6 does not return tuples with None.
     expert = expert.to(tl.int64)
     first_row, first_scale = expert * OUT, expert * s.scales
-    codes = weights.codes + expert * (OUT * 2 * s.words)
-    if weights.zero is not None and weights.scale_step is None:
-        scale, zero = weights.scale + first_scale, weights.zero + first_scale
-        weights = WeightTensors(codes, scale, zero=zero)
-    elif weights.zero is not None:
-        scale, zero = weights.scale + first_scale, weights.zero + first_scale
-        weights = WeightTensors(
-            codes,
-            scale,
-            weights.scale_step + first_row,
-            weights.scale_low + first_row,
-            zero,
-            weights.zero_step + first_row,
-            weights.zero_low + first_row,
-        )
-    elif weights.scale_step is not None:
-        scale, step = weights.scale + first_scale, weights.scale_step + first_row
-        weights = WeightTensors(codes, scale, step)
-    elif weights.step is not None or weights.high is not None:
-        high, step = weights.high, weights.step
-        if high is not None:
-            high += expert * s.units_above
-        if step is not None:
-            step += expert * s.steps_of_256
-        scale = weights.scale + first_scale
-        weights = WeightTensors(codes, scale, None, None, None, None, None, high, step)
-    elif weights.scale is not None:
-        weights = WeightTensors(codes, weights.scale + first_scale)
-    else:
-        weights = WeightTensors(codes)
+    weights = WeightTensors(
+        weights.codes + expert * (OUT * 2 * s.words),
+        None if weights.scale is None else weights.scale + first_scale,
+        None if weights.scale_step is None else weights.scale_step + first_row,
+        None if weights.scale_low is None else weights.scale_low + first_row,
+        None if weights.zero is None else weights.zero + first_scale,
+        None if weights.zero_step is None else weights.zero_step + first_row,
+        None if weights.zero_low is None else weights.zero_low + first_row,
+        None if weights.high is None else weights.high + expert * s.units_above,
+        None if weights.step is None else weights.step + expert * s.steps_of_256,
+    )
     tiles, xs = (), ()
     for d in tl.static_range(s.depth):
         tiles = tiles + (load_rows(weights, row, d, s),)
