@@ -48,4 +48,6 @@ def take_in_pending(
     take_in_plain(state, pending, W, position, last, row, advance)
 
 
-take_in_pending.register_fake(lambda *_: None)
+@take_in_pending.register_fake
+def _(*_) -> None:
+    return None

@@ -176,10 +176,10 @@ def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
 
 @jit
 def _keep(window, past, new, own, channels, tokens, s: tl.constexpr):
-    """Store the last W - 1 inputs before the next call, of some channels.
+    """Store the inputs of some channels that the next call needs.
 
-    With one token `new` is the newest. With several they are those before the call, and the tokens'
-    inputs follow as the pending ones. own: the first token's channels; None: there are no tokens.
+    One token: `past` and `new`, without the oldest. Several: `past`, then the tokens' inputs, which
+    are pending. own: the first token's inputs; None: there are no tokens.
     """
     if s.is_one:
         for n in tl.static_range(s.width - 2):
@@ -430,4 +430,6 @@ def take_in_pending(
     take_in_plain(state, pending, W, position, last, row, advance)
 
 
-take_in_pending.register_fake(lambda *_: None)
+@take_in_pending.register_fake
+def _(*_) -> None:
+    return None
