@@ -146,7 +146,7 @@ def few_errors(case: tuple) -> list[float]:
             with mock.patch.object(
                 delta_pending, "kernels_support", lambda _, found=supports: found
             ):
-                delta_pending.take_in(
+                delta_pending.take_in_pending(
                     state.state,
                     state.pending(),
                     [*layer.weights()],

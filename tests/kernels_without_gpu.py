@@ -67,7 +67,7 @@ from ops.attention import (
 )
 from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.gqa_settings import Tile as Blocks
-from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
+from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms

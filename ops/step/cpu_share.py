@@ -9,8 +9,6 @@ There is one request at a time, because layers run one after the other. A layer 
 is left to the CPU sends none, and waits for none.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
