@@ -14,6 +14,7 @@ A run's bound is the longer of two times: a step with all experts on the GPU, an
 missed at the joint bandwidth of copies and CPU products. All are measured.
 """
 
+import copy
 import json
 import sys
 import time
@@ -109,6 +110,13 @@ class ReplayedRouting:
         for now, table in zip(self.now, self.tables, strict=True):
             now.copy_(table[:, self.step : end])
         self.step = end if end + self.together <= self.tables[0].shape[1] else 0
+
+    def of_layers(self, count: int) -> "ReplayedRouting":
+        """Return the routing of the first layers alone."""
+        fewer = copy.copy(self)
+        fewer.tables = [table[:count] for table in self.tables]
+        fewer.step, fewer.now = 0, [table[:count].clone() for table in self.now]
+        return fewer
 
     def replace(self, runner: object) -> None:
         """Replace the choice of all layers. Raises ValueError unless the fused kernels run."""
