@@ -49,7 +49,7 @@ from ops.launch import jit, launch, tl
 from parallel.device import pick_device
 
 STEPS = 600  # of scores that are replayed
-TOKENS = 120  # of a row
+TOKENS = 120  # steps of a row
 LOGGED = 1 << 14  # requests of a profile
 
 
@@ -64,7 +64,7 @@ class Case:
     routing: tuple[str, ...] = ("uniform", "reuse")
     target: str = ""  # issue 60's
     prompt: int = 0  # tokens
-    drafts: int = 0  # of a pass
+    drafts: int = 0  # tokens of a pass
     profile: bool = False
     prefetch: bool = False
 
@@ -229,8 +229,8 @@ class Rows:
 
     device: torch.device
     started: float = field(default_factory=time.perf_counter)
-    # Of the model in progress: bytes/s of the link and of both shares; seconds of a step without
-    # misses, and of it outside layers; layers
+    # The model in progress: bytes/s of the link and of both shares; seconds of a step without
+    # misses, and those outside layers; layers
     link: float = 0.0
     joint: float = 0.0
     free: float = 0.0

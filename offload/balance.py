@@ -22,7 +22,7 @@ from ops.step.cpu_share import answer, ask
 from runtime.graphs import CapturedStep
 
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
-MEASURED_LAYERS = 16  # in one graph; at most
+MEASURED_LAYERS = 16  # at most, in one graph
 MEASURED_SECONDS = 0.01  # of each number of misses and of copies
 MEASURED_STEPS = 3, 20  # at least, at most
 # A share of the CPU must save more: a copied expert may be a hit later.
@@ -37,7 +37,7 @@ class Balance:
     # [n][c]: c of n are copied, and the CPU multiplies the others; empty: the CPU has no share
     shared: Sequence[Sequence[float]]
     nbytes: int  # size of an expert
-    threads: int = 0  # of the CPU's products; 0: not known
+    threads: int = 0  # they multiply on the CPU; 0: not known
 
     @property
     def most(self) -> int:
@@ -65,7 +65,7 @@ class Balance:
     def costs(self, copies: Sequence[int] | None) -> list[float]:
         """Return the seconds that 0 .. most misses add to a layer without paging's waits.
 
-        copies: of `split`; None: of layers that ask the CPU for nothing.
+        copies: of `split`; None: of layers whose misses are all copied.
         """
         times = self.alone
         if copies is not None:
@@ -101,7 +101,7 @@ class Prediction:
     """What is known of a decode step before it runs."""
 
     balance: Balance
-    copies: list[int] | None  # how many of n misses are copied; None: the CPU is asked for nothing
+    copies: list[int] | None  # how many of n misses are copied; None: all, without the CPU
     layers: int  # those with experts
     resident: float  # seconds of a step whose experts are all in slots
 
@@ -112,10 +112,10 @@ class Prediction:
 
 
 def choose_copies(balance: Balance, compute: str, most: int, hit_ratio: float) -> list[int] | None:
-    """Return how many of 0 .. `most` misses to copy; None: the CPU shall be asked for nothing.
+    """Return how many of 0 .. `most` misses to copy; None: copy all, without a share of the CPU.
 
-    That is so if its share does not pay with the expected hits: a request costs two kernels, also
-    in a layer without misses.
+    Its share may not pay with the expected hits: the kernels of a request and of its answer run
+    in layers without misses too.
     """
     if compute == "gpu" or not balance.shared:
         return None
@@ -243,8 +243,8 @@ def measure_balance(
 def choose_threads(products: Sequence[CPUProducts], measure: Callable[[], float]) -> int:
     """Give compiled products the number of threads with which `measure` is fastest -> the number.
 
-    With a thread on each core, any other thread stops one of them, and all wait for it. Other
-    products: 0.
+    If each core has one, any other thread of the process stops one of them, and all wait for it.
+    Other products: 0.
     """
     if not all(isinstance(each, CPUExperts) and each.layer is not None for each in products):
         return 0

@@ -35,7 +35,9 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
 struct Call;
 static void work(Call &call, int thread);
 
-constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
+// After a call, before a thread sleeps: layers of large experts are a millisecond apart, and waking
+// all threads takes 50 us and more.
+constexpr auto SPIN = std::chrono::milliseconds(10);
 // Pauses before a waiting thread lets others run: some 50 us, since that is a system call, which
 // sandboxes make slow.
 constexpr int YIELD = 1024;
