@@ -19,8 +19,8 @@ from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from model import swiglu
 from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, use_huge_pages
-from offload.cpu_share import compiled_answers, serve
-from ops.step.cpu_share import ANSWERED, ASKED, BUSY, LAYER, PAIRS, TOKENS, new_mailbox
+from offload.cpu_share import compiled_server
+from ops.step.cpu_share import ANSWERED, ASKED, BUSY, LAYER, PAIRS, STOP, TOKENS, new_mailbox
 
 SHAPES = {  # dim, width, experts, active
     "qwen3.6": (2048, 512, 256, 8),
@@ -174,9 +174,8 @@ def emulate_steps(pool: Pool, threads: CPUThreads, layers: int, gap: float, step
     """
     box = new_mailbox(pool.active, torch.empty(0, pool.dim))
     box.weights.fill_(1.0)
-    stop, found, number = threading.Event(), [], 0
-    answer = compiled_answers(pool.layers, box)
-    thread = threading.Thread(target=serve, args=(box, answer, stop), daemon=True)
+    found, number = [], 0
+    thread = threading.Thread(target=compiled_server(pool.layers, box), daemon=True)
     thread.start()
     flags, now = memoryview(box.flags.numpy()), time.perf_counter  # one number takes 0.05 us
     flags[TOKENS] = 1
@@ -199,7 +198,7 @@ def emulate_steps(pool: Pool, threads: CPUThreads, layers: int, gap: float, step
             f"{misses}: {products:.0f} + {fmean(times) - products:.1f} (median of both "
             f"{times[len(times) // 2]:.0f}, 99% {times[len(times) * 99 // 100]:.0f})"
         )
-    stop.set()
+    flags[STOP] = 1
     thread.join()
     return "; ".join(found)
 

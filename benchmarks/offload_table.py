@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.offloading import (
+    CachedExperts,
     ReplayedRouting,
     decode_speed,
     embedded_scores,
@@ -87,21 +88,13 @@ CASES = (
 )
 
 
-class RepeatedExperts:
+class RepeatedExperts(CachedExperts):
     """A source for `load_model` whose layers all have the experts of the first, made on the GPU."""
 
-    def __init__(self, source: RandomWeights, device: torch.device):
-        self.source, self.device = source, device
-        self.args, self.format = source.args, source.format
-        self.made: dict[str, Tensor] = {}
-
     def read(self, name: str, index=None, device="cpu") -> Tensor:
-        if ".experts." not in name:
-            return self.source.read(name, index, device)
-        first = re.sub(r"^layers\.\d+", "layers.0", name)
-        if first not in self.made:
-            self.made[first] = self.source.read(first, None, self.device).cpu()
-        return self.made[first] if index is None else self.made[first][index]
+        if ".experts." in name:
+            name = re.sub(r"^layers\.\d+", "layers.0", name)
+        return super().read(name, index, device)
 
 
 def scores_of(routing: str, experts: int, slots: int) -> Tensor:

@@ -334,20 +334,25 @@ void log_requests(int64_t *log, int64_t size) {
 }
 int64_t logged_requests() { return logged; }
 
-// Answer requests until there has been none for some seconds. flags, in pinned memory, has the
-// numbers of ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`.
-void serve(int32_t *flags, Call **calls, int most, double seconds) {
-  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17;
+// Answer requests until the flag STOP. flags, in pinned memory, has the numbers of
+// ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`. After some
+// seconds without a request, sleep between two looks, at most `longest` seconds.
+//
+// No Python runs: a thread that holds the GIL may wait for the GPU, which waits for an answer.
+void serve(int32_t *flags, Call **calls, int most, double seconds, double longest) {
+  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17, STOP = 32;
   using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
   auto last = Clock::now();
-  for (int n = 1;; n++) {
+  Seconds pause(0);
+  for (uint32_t n = 1;; n++) {
     const int32_t asked = __atomic_load_n(flags + ASKED, __ATOMIC_ACQUIRE);
     if (asked != flags[ANSWERED]) {
       const auto start = Clock::now();
       const int32_t layer = flags[LAYER];
       run_experts(calls[layer * most + flags[TOKENS] - 1]);
       __atomic_store_n(flags + ANSWERED, asked, __ATOMIC_RELEASE);
-      last = Clock::now();
+      last = Clock::now(), pause = Seconds(0);
       flags[BUSY] += std::chrono::duration_cast<std::chrono::microseconds>(last - start).count();
       if (logged < log_size) {
         int64_t *entry = request_log + 3 * logged++;
@@ -356,9 +361,14 @@ void serve(int32_t *flags, Call **calls, int most, double seconds) {
       }
     } else if (n % 4096) {
       _mm_pause();
-    } else {
-      if (Clock::now() - last > std::chrono::duration<double>(seconds)) return;
+    } else if (__atomic_load_n(flags + STOP, __ATOMIC_ACQUIRE)) {
+      return;
+    } else if (Clock::now() - last < Seconds(seconds)) {
       sched_yield();  // more threads than cores
+    } else {
+      pause = std::min(Seconds(longest), 2 * pause + Seconds(1e-5));
+      std::this_thread::sleep_for(pause);
+      n = -1;  // look once, then sleep again
     }
   }
 }

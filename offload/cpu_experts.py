@@ -146,7 +146,7 @@ def open_library(path: Path) -> Library:
     library.delete_pool.restype, library.delete_pool.argtypes = None, [pointer]
     library.run_experts.restype, library.run_experts.argtypes = None, [pointer]
     library.serve.restype = None
-    library.serve.argtypes = [pointer, pointer, integer, ctypes.c_double]
+    library.serve.argtypes = [pointer, pointer, integer, ctypes.c_double, ctypes.c_double]
     library.log_requests.restype, library.log_requests.argtypes = None, [pointer, ctypes.c_int64]
     library.logged_requests.restype = ctypes.c_int64
     library.read_seconds.restype = ctypes.c_double

@@ -57,7 +57,7 @@ from offload.experts import (
 from offload.plan import OffloadSettings, fill_blobs, register_host_memory
 from offload.profile import FILE_NAME, Profile, read_profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
-from ops.step.cpu_share import ANSWERED, ASKED, new_mailbox
+from ops.step.cpu_share import ANSWERED, ASKED, STOP, new_mailbox
 from ops.step.expert_paging import MAX_PAIRS, TRIED, place
 from runtime.kernel_choice import choose_runner
 from runtime.runner import CompiledRunner
@@ -343,17 +343,17 @@ def test_biases_on_the_cpu(make):
 
 
 def test_a_failure_of_the_cpu_is_reported_and_blocks_nobody(caplog):
-    box, stop = new_mailbox(4, torch.empty(8)), threading.Event()
+    box = new_mailbox(4, torch.empty(8))
 
     def fail() -> None:
         raise ValueError("broken")
 
-    thread = threading.Thread(target=serve, args=(box, fail, stop))
+    thread = threading.Thread(target=serve, args=(box, fail))
     thread.start()
     box.flags[ASKED] = 1
     while box.flags[ANSWERED] != 1:
         time.sleep(1e-3)
-    stop.set()
+    box.flags[STOP] = 1
     thread.join(timeout=10)
     assert not thread.is_alive() and box.y.isnan().all()
     assert "share of layer 0 failed" in caplog.text and "broken" in caplog.text
