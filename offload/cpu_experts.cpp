@@ -37,7 +37,7 @@ static void work(Call &call, int thread);
 
 // After a call, before a thread sleeps: layers of large experts are a millisecond apart, and waking
 // all threads takes 50 us and more.
-constexpr auto SPIN = std::chrono::milliseconds(10);
+constexpr auto SPIN = std::chrono::milliseconds(4);
 // Pauses before a waiting thread lets others run: some 50 us, since that is a system call, which
 // sandboxes make slow.
 constexpr int YIELD = 1024;

@@ -217,7 +217,7 @@ def usable_cores() -> int:
 class CPUThreads:
     """Threads that multiply experts. They stay alive between layers, which share one instance.
 
-    A thread that waits spins for 10 ms, then sleeps. The thread that calls a layer is one of them.
+    A thread that waits spins for 4 ms, then sleeps. The thread that calls a layer is one of them.
     """
 
     def __init__(self, count: int | None = None, march: str = "native"):

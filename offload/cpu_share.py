@@ -37,7 +37,7 @@ from ops.step.expert_paging import MAX_PAIRS
 
 # The thread begins to sleep after as long without a request. Several layers of large experts may
 # ask for nothing, and a request that finds it asleep waits for up to LONGEST_SLEEP.
-SPIN_SECONDS = 20e-3
+SPIN_SECONDS = 10e-3
 LONGEST_SLEEP = 2e-3  # seconds
 SWITCH_SECONDS = 1e-4
 THREAD = "cpu share"  # its name
