@@ -8,9 +8,11 @@ so that rows differ in who multiplies alone. The figure of all layers is compute
 layers, and the rest of a step, which two numbers of layers without misses give.
 """
 
+import logging
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -66,8 +68,7 @@ class Case:
     target: str = ""  # issue 60's
     prompt: int = 0  # tokens
     drafts: int = 0  # tokens of a pass
-    profile: bool = False
-    prefetch: bool = False
+    details: bool = False  # the CPU alone, too, and where a step's time goes
 
 
 CASES = (
@@ -78,13 +79,12 @@ CASES = (
         8,
         target="1.7 times, 220",
         drafts=3,
-        profile=True,
-        prefetch=True,
+        details=True,
     ),
-    Case("gpt-oss-120b", "mxfp4", 35, 4, target="45", prompt=2048),
-    Case("Mixtral-8x7B", "hqq4-hqq2", 4, 4, ("text",), target="36", prefetch=True),
-    Case("Qwen3-30B-A3B", "int4", 44, 8, target="120"),
-    Case("Qwen3-Next-80B-A3B", "int4", 140, 8, target="85"),
+    Case("gpt-oss-120b", "mxfp4", 35, 4, ("reuse",), target="45", prompt=2048),
+    Case("Qwen3-30B-A3B", "int4", 44, 8, ("reuse",), target="120"),
+    Case("Mixtral-8x7B", "hqq4-hqq2", 4, 4, ("text",), target="36"),
+    Case("Qwen3-Next-80B-A3B", "int4", 140, 8, ("reuse",), target="85"),
 )
 
 
@@ -221,6 +221,7 @@ class Rows:
     """The table in progress."""
 
     device: torch.device
+    prefetches: bool = False
     started: float = field(default_factory=time.perf_counter)
     # The model in progress: bytes/s of the link and of both shares; seconds of a step without
     # misses, and those outside layers; layers
@@ -256,6 +257,8 @@ class Rows:
             "cpu": found.copies,
             "auto": balance.split("auto", len(found.copies) - 1),
         }
+        for layer in layers:
+            layer.prefetches = self.prefetches
         self.print(
             f"{case.name} {case.mode}, {case.layers} of {args.n_layer} layers, {case.slots} of "
             f"{args.n_expert} slots, an expert {balance.nbytes / 1e6:.3g} MB: loaded; target "
@@ -279,6 +282,8 @@ class Rows:
         for name in case.routing:
             rates = {}
             for compute, copies in self.copies.items():
+                if compute == "cpu" and not (case.details and name == case.routing[0]):
+                    continue
                 set_boxes(layers, boxes if copies is not None else [None] * len(layers))
                 if copies is not None:
                     set_copies(layers, copies)
@@ -343,15 +348,8 @@ class Rows:
     def extras(self, case: Case, model: Transformer, name: str) -> None:
         """Print the rows that not all models have."""
         layers = offloaded_layers(model)
-        if case.profile:
+        if case.details:
             profile(self, model, self.routing(case, len(layers), name))
-        if case.prefetch:
-            for layer in layers:
-                layer.prefetches = True
-            self.measure(case, model, name, "auto")
-            self.print("    (the row above: with one expert a layer prefetched)")
-            for layer in layers:
-                layer.prefetches = False
         if case.drafts:
             alone, passes = (
                 speed(model, self.routing(case, len(layers), name, n), n)[0]
@@ -377,15 +375,21 @@ def main() -> None:
     known = [case.name for case in CASES]
     parser.add_argument("--arch", nargs="+", default=known, choices=known, help="of which models")
     parser.add_argument("--seconds", type=float, default=150.0, help="no model begins later")
+    parser.add_flag("--prefetch", "prefetch one expert a layer, as the next router predicts")
     options = parser.parse_args()
-    rows, seconds = Rows(pick_device("auto")), options.seconds
+    logging.basicConfig(format="  %(message)s", stream=sys.stdout)
+    logging.getLogger("moe_fast").setLevel(logging.DEBUG)
+    rows, seconds = Rows(pick_device("auto"), options.prefetch), options.seconds
     for case in CASES:
         if case.name not in options.arch:
             continue
         if rows.elapsed > seconds:
             rows.print(f"{case.name}: left out, after {seconds:.0f} s")
             continue
-        rows.run(case)
+        try:
+            rows.run(case)
+        except (RuntimeError, ValueError, AssertionError):  # the other models still run
+            rows.print(f"{case.name} failed: {traceback.format_exc()}")
         free_memory(compiled=False)
 
 

@@ -195,7 +195,9 @@ def decode_speed(
     if routing is not None:
         routing.replace(session.runner)
         advance = routing.advance
-    prompts = [random_prompt(model.args, 8, seed) for seed in range(together)]
+    fits = [layer.fits for layer in offloaded_layers(model)]  # as a step's tokens
+    length = max(n for n in range(1, 9) if all(fit(n, model.args.n_active) for fit in fits))
+    prompts = [random_prompt(model.args, length, seed) for seed in range(together)]
     sampling = Sampling(seed=0)
     compiled = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)][-1]
     session.reset()

@@ -5,12 +5,13 @@ number of misses and of copies: copies and products read the same host memory, r
 have fixed costs, and other processes delay threads. Nothing of that is known in advance.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import comb
-from statistics import fmean
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from offload.experts import OffloadedExperts
 from ops.step.cpu_share import answer, ask
 from runtime.graphs import CapturedStep
 
+log = logging.getLogger("moe_fast")
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
 MEASURED_LAYERS = 16  # at most, in one graph
 MEASURED_SECONDS = 0.01  # of each number of misses and of copies
@@ -164,6 +166,7 @@ class Rounds:
         self.cached = [torch.tensor([*layer.cache.cached().items()]).t() for layer in self.layers]
         self.random = torch.Generator().manual_seed(0)
         self.steps: dict[bool, Callable[[], None]] = {}
+        self.choose(0, 0)
 
     def choose(self, misses: int, copied: int) -> None:
         """Choose experts that miss in each layer; the first ones are copied."""
@@ -199,13 +202,16 @@ class Rounds:
         return self.steps[asks]
 
     def seconds(self, misses: int, copied: int, asks: bool) -> float:
-        """Return the mean seconds of a layer. The host waits as it waits for a token."""
+        """Return the seconds of a layer, the mean of all layers, of the median step.
+
+        The host waits as it waits for a token.
+        """
         step, times = self.step(asks), []
         least, most = MEASURED_STEPS
         while len(times) <= least or (len(times) <= most and sum(times) < MEASURED_SECONDS):
             self.choose(misses, copied)
             times.append(self.timed(step))
-        return fmean(times[1:]) / len(self.layers)  # the first one wakes threads
+        return median(times[1:]) / len(self.layers)  # the first one wakes threads
 
     def timed(self, step: Callable[[], None]) -> float:
         if self.device.type != "cuda":
@@ -260,6 +266,7 @@ def choose_threads(products: Sequence[CPUProducts], measure: Callable[[], float]
         if count > 0:
             use(count)
             found = measure()
+            log.debug("CPU products with %d threads: %.1f us a layer", count, found * 1e6)
             if not best[1] or found < (1 - LEAST_GAIN) * best[0]:  # of equals, the fewest
                 best = found, count
     use(best[1])
