@@ -386,6 +386,8 @@ def main() -> None:
         if rows.elapsed > seconds:
             rows.print(f"{case.name}: left out, after {seconds:.0f} s")
             continue
+        if options.prefetch:
+            case = replace(case, routing=case.routing[-1:], details=False, drafts=0, prompt=0)
         try:
             rows.run(case)
         except (RuntimeError, ValueError, AssertionError):  # the other models still run
