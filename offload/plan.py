@@ -34,9 +34,8 @@ class OffloadSettings:
 
     gpu_experts: int | None = None  # R, slots per layer
     gpu_memory: int | None = None  # bytes for weights, slots and `reserve` together, per GPU
-    # Of COMPUTE. "auto" is both, so that they end together; it is no default, since it was slower
-    # with two thirds of hits (docs/offload.md).
-    compute: str = "gpu"
+    # Of COMPUTE. "auto" is both: the faster ones of the times that are measured at load
+    compute: str = "auto"
     profile: Profile | None = None  # which experts are cached at the start; None: the first ones
     reserve: int = 0  # bytes of gpu_memory for the KV cache and activations
 
