@@ -23,7 +23,7 @@ from models import args_of_checkpoint
 from offload.plan import OffloadPlan, make_plan
 from ops.plain.attention import BLOCK
 from parallel import process_group
-from runtime.fused_layer import fused_layers
+from runtime.kernel_choice import count_fused
 from runtime.memory import free_gpu_memory, free_host_memory
 from runtime.weights import bytes_per_token
 
@@ -95,7 +95,9 @@ class Plan(NamedTuple):
             return "no speed is predicted: the bandwidth of this card is not known"
         cause = f"{card.bandwidth / 1e9:,.0f} GB/s"
         cause += f" and {card.link / 1e9:.0f} GB/s of PCIe" if self.experts else ""
-        return f"about {1 / self.seconds:.3g} tokens/s, predicted from {cause}, not measured"
+        speed = 1 / self.seconds
+        rounded = f"{speed:,.0f}" if speed >= 999.5 else f"{speed:.3g}"
+        return f"about {rounded} tokens/s, predicted from {cause}, not measured"
 
 
 def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> Plan:
@@ -103,7 +105,7 @@ def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> P
     setup, sizes = choice.setup, choice.setup.sizes
     model, card, fused = sizes.typed_model, place.card, 0
     if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
-        fused = len(fused_layers(model))
+        fused = count_fused(model)
     experts, copied = None, 0
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))
