@@ -37,7 +37,6 @@ from models.random_weights import RandomWeights, random_prompt
 from offload.cpu_share import set_copies
 from offload.experts import COUNTERS, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
-from offload.runner import FusedOffloadRunner
 from ops import launch as jit
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
@@ -515,22 +514,6 @@ def test_experts_in_host_memory(settings, compile):
     totals = {name: sum(counts[name] for counts in expert_counters(model)) for name in COUNTERS}
     assert totals["misses"] >= 40  # a prompt's experts are copied: 5 in each of 8 layers
     assert (totals["on_cpu"] > 100) == (settings.compute != "gpu")
-
-
-def test_prefetched_experts_change_no_bit():
-    """Copies on another stream, beside the products: experts that are cached do not matter."""
-    found, prefetched = [], []
-    for prefetches in (False, True):
-        settings = OffloadSettings(3, compute="gpu")
-        model = load_model(embedded_checkpoint(), "cuda", torch.bfloat16, experts=settings)
-        for layer in offloaded_layers(model):
-            layer.prefetches = prefetches
-        session = Session(model, 512, SessionOptions(compile=True))
-        assert session.captured and type(session.runner) is FusedOffloadRunner
-        found.append(list(session.stream(embedded_prompt(100), 200, GREEDY)))
-        prefetched.append(sum(counts["prefetched"] for counts in expert_counters(model)))
-    assert found[0] == found[1]
-    assert prefetched[0] == 0 and prefetched[1] > 100
 
 
 def test_one_recorded_step_serves_every_prompt_and_setting():
