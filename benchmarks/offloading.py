@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
@@ -319,10 +318,10 @@ class Measurement:
             balance = found.balance
             if options.together == 1:
                 figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
-            figures["copies"] = found.copies[: self.args.n_active + 1]
+            if found.copies is not None:
+                figures["copies"] = found.copies[: balance.most + 1]
+                joint = max(link, nbytes * balance.most / min(balance.shared[-1]))
             figures["shares"] = balance.describe()
-            if balance.cpu.each < inf:
-                joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
         figures |= {"bound": bound * options.together, "of_bound": rate / bound}
         if options.prompt:

@@ -601,14 +601,16 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
     expert_paging.fetch_plainly(experts, places, host, want, parts)
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
+    # Two programs an expert: each copies several chunks of the second of BLOBS.
+    expert_paging.fetch_by_kernel(experts, places, host, pool, parts, 2)
     return torch.equal(pool, want)
 
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
     args = fetch_case(BLOBS[1])
-    asm = launched_code(lambda: expert_paging.fetch_by_kernel(*args))["_fetch"].asm["sass"]
+    code = launched_code(lambda: expert_paging.fetch_by_kernel(*args, expert_paging.PROGRAMS))
+    asm = code["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 

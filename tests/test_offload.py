@@ -938,16 +938,6 @@ def test_the_study_has_the_hits_of_an_offloaded_model(make):
     assert all(row[E] == 1 for row in found["hit_ratio"].values())
 
 
-def test_a_perfect_prediction_of_one_expert_is_a_hit():
-    generator = random.Random(2)
-    steps = [[generator.randrange(5)] for _ in range(200)]
-    known = study_offload.replay(steps, 5, 2, "prefetch", steps)[0]
-    none = study_offload.replay(steps, 5, 2, "prefetch")[0]
-    assert known == 200 > none == study_offload.replay(steps, 5, 2, "lru")[0]
-    wrong = [[(expert + 1) % 5] for (expert,) in steps]
-    assert study_offload.replay(steps, 5, 1, "prefetch", wrong)[0] == 0
-
-
 def test_recall_is_that_of_the_next_router(make):
     resident = load(make("fp32"))
     hidden: list[list[torch.Tensor]] = [[]]

@@ -230,12 +230,7 @@ def _address(address: int, device: torch.device) -> Tensor:
 
 
 def fetch_by_kernel(
-    experts: Tensor,
-    slots: Tensor,
-    host: Tensor,
-    pool: Tensor,
-    layout: list[int],
-    programs: int = PROGRAMS,
+    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int], programs: int
 ) -> None:
     """`fetch` on a GPU, in one kernel that reads registered host memory itself.
 
