@@ -45,31 +45,22 @@ GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses o
 
 
 @jit
-def _find_expert(tile, group_ends, s: tl.constexpr):
-    """Find a tile's expert; E if there is none. Also return the arguments of `_find_rows`.
+def _find_rows(tile, group_ends, s: tl.constexpr):
+    """Return a tile's expert, its first row of x, and the end of the expert's rows.
 
-    Each expert has the tiles that its rows need; the next expert's tiles follow them.
+    Expert e has the tiles from starts[e] // BM + e on, as many as its rows may need: the next
+    expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
+    one tile an expert has no rows.
     """
     E: tl.constexpr = s.E
-    BINS: tl.constexpr = s.experts_pow2
     BM: tl.constexpr = s.tile.rows
-    experts = tl.arange(0, BINS)
+    experts = tl.arange(0, s.experts_pow2)
     ends = tl.load(group_ends + experts, mask=experts < E, other=0)
-    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
-    return expert, (experts, starts, ends, tiles, last)
-
-
-@jit
-def _find_rows(tile, expert, groups, s: tl.constexpr):
-    """Return the first row of x of a tile, and the end of the expert's rows."""
-    BM: tl.constexpr = s.tile.rows
-    experts, starts, ends, tiles, last = groups
-    mine = experts == expert
-    tile -= tl.sum(tl.where(mine, last - tiles, 0))
-    return tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+    before = (ends // BM + experts < tile) & (experts < E)
+    expert = tl.sum(before.to(tl.int32))
+    start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(group_ends + expert, mask=expert < E, other=0)
+    return expert, start + (tile - start // BM - expert) * BM, end
 
 
 @jit
@@ -160,16 +151,16 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 
 
 # Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
-# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# BN outputs, in steps of BK numbers along `in`. T is the number of tiles of all experts, of which
+# some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
 def _grouped(x, y, group_ends, weights, third, pairs, s: tl.constexpr):
     BM: tl.constexpr = s.tile.rows
     TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    expert, groups = _find_expert(tile, group_ends, s)
-    if expert < s.E and block * s.tile.outputs < s.out:
-        first, end = _find_rows(tile, expert, groups, s)
+    expert, first, end = _find_rows(tile, group_ends, s)
+    if first < end and block * s.tile.outputs < s.out:
         tensors = (x, y, weights, third, pairs)
         if TAIL < BM:
             if end - first <= TAIL:
@@ -268,7 +259,7 @@ def grouped_gemm(
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
     assert isinstance(s, PromptSettings)
-    tiles = min(N, triton.cdiv(N, s.tile.rows) + E)
+    tiles = triton.cdiv(N, s.tile.rows) + E - 1
     grid = grid_of(tiles, triton.cdiv(out, s.tile.outputs), s.tile.near)
     launch(_grouped, grid, *given, settings=s, **options)
     return y
