@@ -160,7 +160,7 @@ class Packed(nn.Module):
         return column_order(self.format, self.group, self.width, like.device)
 
     def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in] in an order of `column_order`, pairs int64 [N] sorted by expert -> [N, out].
+        """x [T, in] in an order of `column_order`, integers pairs [N] sorted by expert -> [N, out].
 
         Row n is token pairs[n] // active. Raises KernelError where the kernel cannot run.
         """

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
+from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
@@ -19,7 +19,7 @@ from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
-from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
+from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
@@ -43,7 +43,7 @@ class ExpertRows:
         return self.module.column_order(like) if self.packed else None
 
     def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in], pairs int64 [N] of tokens and experts, `active` a token -> [N, out]."""
+        """x [T, in], integers pairs [N] of tokens and experts, `active` a token -> [N, out]."""
         columns, rows = self.columns(x), dict(pairs=pairs, active=active)
         if columns is not None:
             x = gather_rows(x, None, 1, columns)
@@ -102,7 +102,7 @@ class PromptLayer:
             return ffn(x)
         indices, weights = route(ffn.router(x).float(), self.routing)
         given = ffn.expert_input(x)
-        order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
         both = w13.multiply_tokens(given, order, active, group_ends)

@@ -8,11 +8,11 @@ import torch
 from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
-from model import Chunk
+from model import Chunk, group_by_expert
 from ops.attention.prompt_attention import attend_prompt
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_rows import gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
 from runtime.fused_layer import fused_layers
 from runtime.fused_prompt import PromptRunner
@@ -57,6 +57,14 @@ def reorders_rows(format: str) -> bool:
     want = FORMATS[format].grouped_order(x, group)
     some = gather_rows(x, pairs, 2, columns)
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
+
+
+def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
+    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair."""
+    scores = torch.randn(tokens, n_expert - 1)
+    indices = scores.topk(active).indices
+    found = group_pairs(indices, n_expert)
+    return all(a.equal(b) for a, b in zip(found, group_by_expert(indices, n_expert), strict=True))
 
 
 def product_error(format: str, tile: PromptTile) -> float:

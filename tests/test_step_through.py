@@ -24,6 +24,7 @@ from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
     attention_error,
+    groups_pairs,
     product_error,
     prompt_errors,
     reorders_rows,
@@ -135,6 +136,11 @@ def test_rows_are_put_into_the_order_of_a_product(format):
 def test_a_prompts_product_of_tokens(format, tile):
     """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack."""
     assert product_error(format, tile) < 1e-3
+
+
+@pytest.mark.parametrize(("tokens", "active", "n_expert"), ((300, 8, 16), (33, 1, 3)))
+def test_pairs_are_grouped_by_expert(tokens, active, n_expert):
+    assert groups_pairs(tokens, active, n_expert)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def grouped_gemm(
     this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
     For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
 
-    pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
+    pairs [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
     for each expert. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape

@@ -1,4 +1,4 @@
-"""What lies between the products of a prompt's experts: rows in, activation, weighted sum out.
+"""What lies around the products of a prompt's experts: pairs by expert, rows in, weighted sum out.
 
 PyTorch alone takes a dozen passes over the rows of all pairs, which together take longer than the
 products (docs/log/prompts.md).
@@ -12,13 +12,21 @@ from __future__ import annotations  # annotations of kernels name triton, which 
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ops.declared import Activation
 from ops.launch import check_shapes, jit, launch, tl, triton
 from ops.products.codes import activate
 
-KERNELS = "_gather_rows", "_activate_rows", "_combine_rows"
+KERNELS = "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What `_group_pairs` is compiled for."""
+
+    block: int = 2048  # pairs at once
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,27 @@ class RowSettings:
 
 
 # Kernels ------------------------------------------------------------------------------------------
+
+
+# Grid [E]: a program finds the pairs of one expert, in their order.
+@jit
+def _group_pairs(indices, order, places, group_ends, N, s: tl.constexpr):
+    BLOCK: tl.constexpr = s.block
+    expert = tl.program_id(0)
+    less = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, N, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        chosen = tl.load(indices + pair, mask=pair < N, other=expert)
+        less += (chosen < expert).to(tl.int32)
+    end = tl.sum(less)
+    for start in range(0, N, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mine = tl.load(indices + pair, mask=pair < N, other=-1) == expert
+        place = end + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order + place, pair, mask=mine)
+        tl.store(places + pair, place, mask=mine)
+        end += tl.sum(mine.to(tl.int32))
+    tl.store(group_ends + expert, end)
 
 
 # Grid [N, blocks]: a program copies a part of one row.
@@ -93,7 +122,7 @@ def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(A):
         pair = token * A + a
-        row = parts + tl.load(places + pair) * WIDTH
+        row = parts + tl.load(places + pair).to(tl.int64) * WIDTH
         part = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             own = bias + tl.load(experts + pair) * WIDTH
@@ -105,8 +134,22 @@ def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
 # Launching ----------------------------------------------------------------------------------------
 
 
+def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort pairs by expert: int64 [T, A] -> order, places [N], group_ends [n_expert], all int32.
+
+    order: the pair of each row, places: the row of each pair. The reference is
+    `model.group_by_expert`.
+    """
+    N = experts.numel()
+    order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
+    group_ends = experts.new_empty(n_expert, dtype=torch.int32)
+    tensors = experts.contiguous(), order, places, group_ends
+    launch(_group_pairs, (n_expert,), *tensors, N, settings=GroupSettings(), warps=8)
+    return order, places, group_ends
+
+
 def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | None) -> Tensor:
-    """x [T, D], pairs int64 [N], `active` of each token -> the token of each pair [N, D].
+    """x [T, D], integers pairs [N], `active` of each token -> the token of each pair [N, D].
 
     pairs None: all tokens, once.
     """
@@ -148,7 +191,7 @@ def combine_rows(
     weights: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """parts [N, D], sorted; places int64 [N]: the row of each pair -> weighted sums [T, D].
+    """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
 
     experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. The reference
     is `Experts.combine`.
