@@ -159,14 +159,13 @@ class Packed(nn.Module):
             return None
         return column_order(self.format, self.group, self.width, like.device)
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in] in an order of `column_order`, integers pairs [N] sorted by expert -> [N, out].
-
-        Row n is token pairs[n] // active. Raises KernelError where the kernel cannot run.
+    def multiply_tokens(self, x: Tensor, group_ends: Tensor, **rows) -> Tensor:
+        """x [T, in] in an order of `column_order` -> [N, out]. rows: named arguments, as of
+        `grouped_gemm`, with `pairs`. Raises KernelError where the kernel cannot run.
         """
-        format, own = FORMATS[self.format], dict(pairs=pairs, active=active)
+        format = FORMATS[self.format]
         weight = self.parts(), format.kind, format.bits, self.group
-        return grouped_gemm(x, group_ends, *weight, **own)
+        return grouped_gemm(x, group_ends, *weight, **rows)
 
     def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""

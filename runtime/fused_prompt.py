@@ -42,16 +42,24 @@ class ExpertRows:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in], integers pairs [N] of tokens and experts, `active` a token -> [N, out]."""
-        columns, rows = self.columns(x), dict(pairs=pairs, active=active)
+    def activate(
+        self, x: Tensor, pairs: Tensor, indices: Tensor, group_ends: Tensor, **results
+    ) -> Tensor:
+        """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
+
+        pairs: integers [N], sorted by expert; indices [T, A]. results: `activation` and `columns`,
+        as of `grouped_gemm`.
+        """
+        columns, rows = self.columns(x), dict(pairs=pairs, active=indices.shape[1])
         if columns is not None:
             x = gather_rows(x, None, 1, columns)
-            return self.module.multiply_tokens(x, group_ends=group_ends, **rows)
+            rows |= dict(bias=self.bias, **results)
+            return self.module.multiply_tokens(x, group_ends, **rows)
         if not self.packed and prefers_kernel(x, len(pairs), len(group_ends)):
             weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
-            return grouped_gemm(x, group_ends, *weight, **rows)
-        return self.multiply(gather_rows(x, pairs, active, None), group_ends)
+            return grouped_gemm(x, group_ends, *weight, **rows, bias=self.bias, **results)
+        both = self.multiply(gather_rows(x, **rows, columns=None), group_ends)
+        return activate_rows(both, bias=self.bias, pairs=pairs, experts=indices, **results)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
@@ -97,17 +105,15 @@ class PromptLayer:
 
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
-        ffn, active = self.block.ffn, self.routing.active
+        ffn = self.block.ffn
         if not self.resident:
             return ffn(x)
         indices, weights = route(ffn.router(x).float(), self.routing)
         given = ffn.expert_input(x)
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
-        experts = None if w13.bias is None else indices.flatten()[order]
-        both = w13.multiply_tokens(given, order, active, group_ends)
-        activation, columns = self.experts.activation, w2.columns(given)
-        hidden = activate_rows(both, activation, w13.bias, experts, columns)
+        results = dict(activation=self.experts.activation, columns=w2.columns(given))
+        hidden = w13.activate(given, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights

@@ -10,9 +10,10 @@ from formats.packed import column_order
 from formats.quantizer import pack_weight
 from model import Chunk, group_by_expert
 from ops.attention.prompt_attention import attend_prompt
+from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import gather_rows, group_pairs
+from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
 from runtime.fused_layer import fused_layers
 from runtime.fused_prompt import PromptRunner
@@ -67,14 +68,16 @@ def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
     return all(a.equal(b) for a, b in zip(found, group_by_expert(indices, n_expert), strict=True))
 
 
-def product_error(format: str, tile: PromptTile) -> float:
+def product_error(format: str, tile: PromptTile, activation: Activation | None = None) -> float:
     """Compare a product of experts' rows, taken from tokens, with one of unpacked weights.
 
-    format: "plain", or the name of one.
+    format: "plain", or the name of one. activation: of the outputs with a bias, its results in
+    another order.
     """
     sizes, out, width, active = (5, 0, 30), 200, 512, 2
     ends, pairs = torch.tensor(sizes).cumsum(0).int(), torch.randperm(sum(sizes))
-    x, weight = torch.randn(sum(sizes), width).half(), torch.randn(len(sizes), out, width)
+    x = torch.randn(sum(sizes), width).half()
+    weight = torch.randn(len(sizes), out, width) / width**0.5
     product = {"codes": weight.half()}, "plain", 16, 1
     if format != "plain":
         own, group = FORMATS[format], FORMATS[format].default_group(width)
@@ -82,9 +85,17 @@ def product_error(format: str, tile: PromptTile) -> float:
         parts = pack_weight(weight, spec, torch.device("cpu"))
         weight = own.unpack(parts, group)[..., column_order(format, group, width, x.device)]
         product = parts, own.kind, own.bits, group
-    got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile)
+    results, bias = {}, torch.zeros(len(sizes), out)
+    if activation:
+        bias = torch.randn(len(sizes), out).half()
+        columns = torch.randperm(out // 2 if activation.gated else out).int()
+        results = dict(activation=activation, bias=bias, columns=columns)
+    got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile, **results)
     rows = x[pairs // active].float().split(sizes)
-    want = torch.cat([rows @ w.float().T for rows, w in zip(rows, weight, strict=True)])
+    want = [rows @ w.float().T for rows, w in zip(rows, weight, strict=True)]
+    want = torch.cat([y + own for y, own in zip(want, bias.float(), strict=True)])
+    if activation:
+        want = activate_rows(want, activation, columns=columns)
     return relative(got, want)
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="ops/ needs triton")
 
 from model import Context, KVCache
 from models.layers.short_conv import ShortConv
+from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt_weights import PromptTile
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
@@ -126,16 +127,21 @@ def test_rows_are_put_into_the_order_of_a_product(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "tile"),
+    ("format", "tile", "activation"),
     (
-        ("int4", PromptTile(64, 64, 128, 4, near=2)),
-        ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16)),
-        ("plain", PromptTile(16, 32, 64, 4, near=1)),
+        ("int4", PromptTile(64, 64, 128, 4, near=2), None),
+        ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
+        ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
+        pytest.param("int8", PromptTile(64, 64, 128, 4), RELU_SQUARED, marks=pytest.mark.slow),
+        pytest.param("fp8b", PromptTile(64, 64, 128, 4), SWIGLU, marks=pytest.mark.slow),
     ),
 )
-def test_a_prompts_product_of_tokens(format, tile):
-    """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack."""
-    assert product_error(format, tile) < 1e-3
+def test_a_prompts_product_of_tokens(format, tile, activation):
+    """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack.
+
+    The activation of gate and up, with their bias, in the order of the next product.
+    """
+    assert product_error(format, tile, activation) < 1e-3
 
 
 @pytest.mark.parametrize(("tokens", "active", "n_expert"), ((300, 8, 16), (33, 1, 3)))

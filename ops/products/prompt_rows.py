@@ -84,9 +84,10 @@ def _gather_rows(x, rows, columns, y, s: tl.constexpr):
     tl.store(y + n.to(tl.int64) * WIDTH + column, value, mask=inside)
 
 
-# Grid [N, blocks]: a program activates a part of one row.
+# Grid [N, blocks]: a program activates a part of one row. `_grouped` has it in its epilogue; the
+# library's product does not.
 @jit
-def _activate_rows(both, bias, experts, columns, y, s: tl.constexpr):
+def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     WIDTH: tl.constexpr = s.width
     BLOCK: tl.constexpr = s.block
     n, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -102,7 +103,7 @@ def _activate_rows(both, bias, experts, columns, y, s: tl.constexpr):
     if GATED:
         up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        own = bias + tl.load(experts + n) * ROW
+        own = bias + tl.load(experts + tl.load(pairs + n)) * ROW
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
@@ -165,22 +166,25 @@ def activate_rows(
     both: Tensor,
     activation: Activation,
     bias: Tensor | None = None,
+    pairs: Tensor | None = None,
     experts: Tensor | None = None,
     columns: Tensor | None = None,
 ) -> Tensor:
     """both [N, 2 I], gate, then up -> the activation of both [N, I].
 
     An activation without a gate takes up alone, [N, I]. bias, as wide as `both`, is that of each
-    row's expert, int64 [N].
+    row's expert: the one of its pair, pairs [N] among experts int64 [T, A].
     """
     (N, total), gated = both.shape, activation.gated
     width = total // 2 if gated else total
     if bias is not None:
-        check_shapes(bias=(bias, (len(bias), total)), experts=(experts, (N,)))
+        assert pairs is not None and experts is not None
+        check_shapes(bias=(bias, (len(bias), total)), pairs=(pairs, (N,)))
+        experts = experts.contiguous()
     y = both.new_empty(N, width)
     s = RowSettings(width, activation=activation)
     grid = N, triton.cdiv(width, s.block)
-    launch(_activate_rows, grid, both, bias, experts, columns, y, settings=s)
+    launch(_activate_rows, grid, both, bias, pairs, experts, columns, y, settings=s)
     return y
 
 

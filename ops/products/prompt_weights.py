@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.launch import jit, tl, triton
 from ops.products.units import (
     decode,
@@ -50,6 +51,22 @@ class PromptSettings:
     group: int  # numbers that share a scale
     tile: PromptTile
     active: int = 1  # experts of a token of x
+    activation: Activation | None = None  # applied to outputs
+
+    @property
+    def gated(self) -> bool:
+        """Whether outputs are those of gates, then as many ups."""
+        return self.activation is not None and self.activation.gated
+
+    @property
+    def results(self) -> int:
+        """Numbers of a result's row."""
+        return self.out // 2 if self.gated else self.out
+
+    @property
+    def block(self) -> int:
+        """Results of a tile's row."""
+        return self.tile.outputs // 2 if self.gated else self.tile.outputs
 
     @property
     def packed(self) -> bool:
