@@ -7,9 +7,10 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from dataclasses import replace
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer
+from model import AddNorm, Block, Context, Experts, Linear, RMSNorm, Transformer
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
@@ -68,6 +69,11 @@ class ExpertRows:
         return grouped_mm(x, self.module.weight, group_ends)
 
 
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """`linear(x)`, with a plain layer's bias in the epilogue of the library's product."""
+    return F.linear(x, linear.weight, linear.bias) if type(linear) is Linear else linear(x)
+
+
 class PromptLayer:
     """A block for a chunk of a prompt. Raises ValueError for one that it does not compute."""
 
@@ -91,7 +97,7 @@ class PromptLayer:
         attention = self.attention
         if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
             return self.block.attention(normed, context)
-        projected = getattr(attention, attention.projection)(normed)[0]
+        projected = project(getattr(attention, attention.projection), normed)[0]
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
@@ -101,14 +107,14 @@ class PromptLayer:
         if attention.gate:
             gate = projected[:, attention.first_gate :]
             heads = gate_heads(heads, gate, attention.gate.activation)
-        return attention.wo(heads.unsqueeze(0))
+        return project(attention.wo, heads.unsqueeze(0))
 
     def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
         ffn = self.block.ffn
         if not self.resident:
             return ffn(x)
-        indices, weights = route(ffn.router(x).float(), self.routing)
+        indices, weights = route(project(ffn.router, x).float(), self.routing)
         given = ffn.expert_input(x)
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
