@@ -152,6 +152,11 @@ class PromptRunner(EagerRunner):
             except ValueError:
                 continue
 
+    @property
+    def runs_long_chunks(self) -> bool:
+        """Not with experts in host memory: they take what is free."""
+        return bool(self.layers) and all(layer.resident for layer in self.layers.values())
+
     def takes(self, x: Tensor, context: Context) -> bool:
         """Whether kernels take a chunk x [1, T, D]."""
         is_long = context.chunk is not None and x.shape[1] >= FEWEST
