@@ -9,7 +9,7 @@ the packed weights themselves: docs/design.md, "What runs when".
 """
 
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,11 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
+from ops.products.prompt_dense import MANY_ROWS, multiply_unpacked
 from ops.products.prompt_rows import gather_rows
 from ops.products.weights import BITS, Weight, packed_weight
 
+UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
 GATED = "token, gated"  # the same with w13, and the activation of gate and up
@@ -320,7 +322,12 @@ def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, gro
 
 
 def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
-    return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
+    """One expert's rows are all rows: `multiply_rows` has no others."""
+    weight = parts, format.kind, format.bits, group
+    kernel = partial(grouped_gemm, x, group_ends, *weight)
+    if len(group_ends) > 1 or len(x) <= MANY_ROWS or x.element_size() != 2:
+        return kernel()
+    return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 
 
 def rows_reordered(

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels as Python", allow_module_level=True)
 pytest.importorskip("triton", reason="ops/ needs triton")
 
+from formats import FORMATS
 from model import Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
@@ -29,9 +30,11 @@ from tests.prompts_without_gpu import (
     product_error,
     prompt_errors,
     reorders_rows,
+    unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
 
+UNPACKED_QUICKLY = "int4", "fp8b", "hqq3", "q6_k"
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
 
 
@@ -142,6 +145,18 @@ def test_a_prompts_product_of_tokens(format, tile, activation):
     The activation of gate and up, with their bias, in the order of the next product.
     """
     assert product_error(format, tile, activation) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(name, marks=() if name in UNPACKED_QUICKLY else pytest.mark.slow)
+        for name, format in FORMATS.items()
+        if format.kind
+    ],
+)
+def test_a_dense_weight_is_unpacked_for_the_library(format):
+    assert unpacking_error(format) < 1e-3
 
 
 @pytest.mark.parametrize(("tokens", "active", "n_expert"), ((300, 8, 16), (33, 1, 3)))
