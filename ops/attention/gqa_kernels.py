@@ -34,9 +34,10 @@ def find_parts(positions, sequence, s: tl.constexpr):
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
         return start, first, start + Q, tl.num_programs(2)
-    blocks = (start - first + BLOCK - 1) // BLOCK
-    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
-    return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
+    else:
+        blocks = (start - first + BLOCK - 1) // BLOCK
+        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+        return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
 @jit

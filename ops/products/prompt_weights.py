@@ -294,12 +294,13 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         else:
             number = number * factor - offset
         return number.to(DTYPE)
-    number = decode(units, factor, field, KIND, DTYPE)
-    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
-        number = to_fp32(number)  # the factor has more digits than bf16
-    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
-        factor = factor.to(tl.float32)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
-    if KIND == "fp8b" or KIND == "int4":
-        number = (number * factor).to(DTYPE)
-    return number
+    else:
+        number = decode(units, factor, field, KIND, DTYPE)
+        if KIND == "fp8b" and tl.bfloat16 == DTYPE:
+            number = to_fp32(number)  # the factor has more digits than bf16
+        if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
+            factor = factor.to(tl.float32)
+            number = to_fp32(number) if tl.bfloat16 == DTYPE else number
+        if KIND == "fp8b" or KIND == "int4":
+            number = (number * factor).to(DTYPE)
+        return number
