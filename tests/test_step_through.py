@@ -4,7 +4,8 @@
 
 Put `breakpoint()` into a kernel, or a breakpoint of an editor: a kernel then is Python, which runs
 its programs one after the other. Without TRITON_INTERPRET=1 all are skipped. The layers are small,
-in fp16, and compared with the modules of model.py; other tests have more cases of each.
+in fp16, and compared with the modules of model.py; other tests have more cases of each. With
+CHECK_BOUNDS=1 every address is checked, too.
 """
 
 import os
@@ -22,6 +23,7 @@ from model import Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt_weights import PromptTile
+from tests.interpreter_bounds import check_bounds
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
@@ -34,7 +36,8 @@ from tests.prompts_without_gpu import (
 )
 from tests.token_draw_without_gpu import run as draw
 
-UNPACKED_QUICKLY = "int4", "fp8b", "hqq3", "q6_k"
+check_bounds()
+UNPACKED_QUICKLY = "fp8b", "q6_k"
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
 
 
@@ -165,7 +168,14 @@ def test_a_dense_weight_is_unpacked_for_the_library(format):
     assert unpacking_error(format) < 1e-3
 
 
-@pytest.mark.parametrize(("tokens", "active", "n_expert"), ((300, 8, 16), (33, 1, 3)))
+@pytest.mark.parametrize(
+    ("tokens", "active", "n_expert"),
+    (
+        (33, 1, 3),
+        (1100, 8, 16),  # three programs an expert
+        pytest.param(33000, 2, 4, marks=pytest.mark.slow),  # 17
+    ),
+)
 def test_pairs_are_grouped_by_expert(tokens, active, n_expert):
     assert groups_pairs(tokens, active, n_expert)
 

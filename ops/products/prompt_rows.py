@@ -19,14 +19,20 @@ from ops.declared import Activation
 from ops.launch import check_shapes, jit, launch, tl, triton
 from ops.products.codes import activate
 
-KERNELS = "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
+KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What `_group_pairs` is compiled for."""
+    """What `_count_pairs` and `_group_pairs` are compiled for."""
 
-    block: int = 2048  # pairs at once
+    E: int  # experts
+    block: int = 4096  # pairs of a program
+
+    @property
+    def bins(self) -> int:
+        """Experts, and one for what is no pair."""
+        return max(64, triton.next_power_of_2(self.E + 1))
 
 
 @dataclass(frozen=True)
@@ -46,25 +52,41 @@ class RowSettings:
 # Kernels ------------------------------------------------------------------------------------------
 
 
-# Grid [E]: a program finds the pairs of one expert, in their order.
+# Grid [chunks]: a program counts how many of its BLOCK pairs each expert has. It stores the pairs'
+# experts in 16 bits: the programs of all experts read them.
 @jit
-def _group_pairs(indices, order, places, group_ends, N, s: tl.constexpr):
+def _count_pairs(indices, experts, counts, N, s: tl.constexpr):
+    E: tl.constexpr = s.E
     BLOCK: tl.constexpr = s.block
-    expert = tl.program_id(0)
-    less = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        chosen = tl.load(indices + pair, mask=pair < N, other=expert)
-        less += (chosen < expert).to(tl.int32)
-    end = tl.sum(less)
-    for start in range(0, N, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        mine = tl.load(indices + pair, mask=pair < N, other=-1) == expert
-        place = end + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(order + place, pair, mask=mine)
-        tl.store(places + pair, place, mask=mine)
-        end += tl.sum(mine.to(tl.int32))
-    tl.store(group_ends + expert, end)
+    BINS: tl.constexpr = s.bins
+    chunk = tl.program_id(0)
+    pair = chunk * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(indices + pair, mask=pair < N, other=E).to(tl.int32)
+    tl.store(experts + pair, chosen.to(tl.int16), mask=pair < N)
+    expert = tl.arange(0, BINS)
+    tl.store(counts + chunk * E + expert, tl.histogram(chosen, BINS), mask=expert < E)
+
+
+# Grid [E, chunks]: a program finds the rows of an expert's pairs among BLOCK, in their order.
+@jit
+def _group_pairs(experts, counts, order, places, group_ends, N, s: tl.constexpr):
+    E: tl.constexpr = s.E
+    BLOCK: tl.constexpr = s.block
+    expert, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    pair = chunk * BLOCK + tl.arange(0, BLOCK)
+    mine = (tl.load(experts + pair, mask=pair < N, other=-1) == expert).to(tl.int32)
+    other = tl.arange(0, s.bins)[None, :]
+    before = 0
+    for start in range(0, chunks, 16):
+        part = start + tl.arange(0, 16)[:, None]
+        earlier = (other < expert) | (other == expert) & (part < chunk)
+        inside = earlier & (part < chunks) & (other < E)
+        before += tl.sum(tl.load(counts + part * E + other, mask=inside, other=0))
+    place = before + tl.cumsum(mine, 0) - 1
+    tl.store(order + place, pair, mask=mine != 0)
+    tl.store(places + pair, place, mask=mine != 0)
+    if chunk == chunks - 1:
+        tl.store(group_ends + expert, before + tl.sum(mine))
 
 
 # Grid [N, blocks]: a program copies a part of one row.
@@ -141,11 +163,16 @@ def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]
     order: the pair of each row, places: the row of each pair. The reference is
     `model.group_by_expert`.
     """
-    N = experts.numel()
+    N, s = experts.numel(), GroupSettings(n_expert)
+    chunks = triton.cdiv(N, s.block)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
-    tensors = experts.contiguous(), order, places, group_ends
-    launch(_group_pairs, (n_expert,), *tensors, N, settings=GroupSettings(), warps=8)
+    short = experts.new_empty(N, dtype=torch.int16)
+    counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
+    options = dict(settings=s, warps=8)
+    launch(_count_pairs, (chunks,), experts.contiguous(), short, counts, N, **options)
+    found = order, places, group_ends
+    launch(_group_pairs, (n_expert, chunks), short, counts, *found, N, **options)
     return order, places, group_ends
 
 
