@@ -23,7 +23,7 @@ from model import Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt_weights import PromptTile
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
@@ -36,7 +36,8 @@ from tests.prompts_without_gpu import (
 )
 from tests.token_draw_without_gpu import run as draw
 
-check_bounds()
+interpreter.prepare()
+
 UNPACKED_QUICKLY = "fp8b", "q6_k"
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
 
@@ -63,12 +64,12 @@ def test_experts_of_three_tokens():
 
 def test_mla_of_two_sequences():
     """One token of each: attention takes them as it takes one, products as several tokens."""
-    check("glm4_moe_lite", FORMAT, batch=2, ratios=(99,))
+    check("glm4_moe_lite", FORMAT, batch=2, ratios=(99,), n_active=1)
 
 
 def test_the_delta_rule_of_two_sequences():
     """A layer of Gated DeltaNet, and one of gated attention with a shared expert."""
-    check("qwen3_next", FORMAT, batch=2, ratios=(99,))
+    check("qwen3_next", FORMAT, batch=2, ratios=(99,), n_active=1)
 
 
 @pytest.mark.parametrize(
