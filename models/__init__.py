@@ -17,6 +17,7 @@ from models.glm4_moe_lite import Glm4MoeLite
 from models.gpt_oss import GptOss
 from models.granitemoe import GraniteMoe
 from models.granitemoehybrid import GraniteMoeHybrid
+from models.kimi_linear import KimiLinear
 from models.kolibri1 import Kolibri1
 from models.laguna import Laguna
 from models.legacy import args_of_version_one
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "MellumForCausalLM": Mellum(),
     "Kolibri1ForCausalLM": Kolibri1(),
     "AfmoeForCausalLM": Afmoe(),
+    "KimiLinearForCausalLM": KimiLinear(),
 }
 
 # Published models by name, for benchmark.py.
