@@ -16,9 +16,8 @@ from models.config import (
 )
 from models.family import PublishedLayout, Shard
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
-from models.layers.gated_delta_net import DeltaSizes
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.kimi_delta import KimiDelta, kimi_delta_recipes
+from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
 from models.layers.pending_state import (
     MAX_SNAPSHOTS,
     MAX_TENTATIVE,
@@ -54,9 +53,9 @@ class KimiLinearArgs(LatentArgs):
         }
 
     @property
-    def delta_sizes(self) -> DeltaSizes:
+    def delta_sizes(self) -> KimiDeltaSizes:
         H, C = self.delta_heads, self.delta_dim
-        return DeltaSizes(H, H, C, C, self.conv_width, channel_decay=True)
+        return KimiDeltaSizes(H, H, C, C, self.conv_width)
 
 
 class KimiLinearTransformer(LatentTransformer):

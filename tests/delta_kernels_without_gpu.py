@@ -20,7 +20,7 @@ from torch import Tensor
 from model import Context
 from models.layers import gated_delta_net
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
-from models.layers.kimi_delta import KimiDelta
+from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
 from ops.attention import delta_pending, delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.plain.gated_delta import (
@@ -124,7 +124,7 @@ def random_few(
 
     accepted: how many pending tokens each sequence's call follows; None: there are none.
     """
-    sizes = DeltaSizes(K, H, Ck, Cv, W, channel_decay)
+    sizes = (KimiDeltaSizes if channel_decay else DeltaSizes)(K, H, Ck, Cv, W)
     args = SimpleNamespace(dim=16, delta_sizes=sizes, norm_eps=1e-6, values_by_place=False)
     generator, layer = (
         torch.Generator().manual_seed(N_SEED),

@@ -41,6 +41,7 @@ from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
 from models.granitemoehybrid import GraniteMoeHybridArgs
+from models.kimi_linear import KimiLinearArgs
 from models.kolibri1 import Kolibri1Args
 from models.laguna import LagunaArgs
 from models.latent_family import LatentArgs
@@ -248,6 +249,23 @@ FAMILIES = {
         shared_intermediate=256,
         routed_scale=1.5,
         rotary_dim=16,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "kimi_linear": KimiLinearArgs(
+        "kimi_linear",
+        **SIZES,
+        n_kv_head=1,
+        n_expert=8,
+        n_active=3,
+        shared_intermediate=256,
+        routed_scale=1.5,
+        rotary_dim=16,
+        kv_rank=32,
+        value_dim=32,
+        full_layers=(1,),
+        delta_heads=4,
+        delta_dim=32,
         dense_layers=(0,),
         dense_intermediate=512,
     ),

@@ -42,13 +42,11 @@ class DeltaSizes(NamedTuple):
     key_dim: int  # Ck
     value_dim: int  # Cv
     width: int  # W
-    channel_decay: bool = False  # a decay for each channel of a key head, not for each value head
 
     @property
     def gates(self) -> int:
-        """What makes a token's gates: b of each value head, and a of each decay."""
-        decays = self.key_heads * self.key_dim if self.channel_decay else self.value_heads
-        return self.value_heads + decays
+        """Numbers that make a token's gates: b and a of each value head."""
+        return 2 * self.value_heads
 
     @property
     def channels(self) -> int:
@@ -56,7 +54,7 @@ class DeltaSizes(NamedTuple):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., N] -> q, k [..., K, Ck], v [..., H, Cv]."""
-        K, H, Ck, Cv, *_ = self
+        K, H, Ck, Cv, _ = self
         q, k, v = x.split((K * Ck, K * Ck, H * Cv), dim=-1)
         return q.unflatten(-1, (K, Ck)), k.unflatten(-1, (K, Ck)), v.unflatten(-1, (H, Cv))
 
@@ -73,7 +71,7 @@ class DeltaState(PendingState):
     """Each sequence's state and the last W - 1 inputs of its convolution, updated in place."""
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
-        _, H, Ck, Cv, W, _ = self.sizes = sizes
+        _, H, Ck, Cv, W = self.sizes = sizes
         M, device = MAX_TENTATIVE, like.device
         # `state`, then those of `Pending`.
         buffers = {

@@ -22,6 +22,15 @@ from ops.products.dense import dense_product
 from ops.products.weights import plain_weight
 
 
+class KimiDeltaSizes(DeltaSizes):
+    """Sizes of a layer: as many key heads as value heads."""
+
+    @property
+    def gates(self) -> int:
+        """Numbers that make a token's gates: b of each head, and a of each channel of a key."""
+        return self.value_heads * (1 + self.key_dim)
+
+
 class KimiDelta(RecurrentLayer):
     """[B, Q, D] -> same, in place of an attention layer. args have `delta_sizes`."""
 
@@ -83,7 +92,7 @@ def expand(x: Tensor, layer: Linear, early: bool = False) -> Tensor:
     return dense_product(rows, plain_weight(layer.weight), early=early).unflatten(0, x.shape[:2])
 
 
-def kimi_delta_recipes(sizes: DeltaSizes, dim: int) -> Recipes:
+def kimi_delta_recipes(sizes: KimiDeltaSizes, dim: int) -> Recipes:
     """A layer's Kimi Delta Attention."""
     H, C, W = sizes.value_heads, sizes.value_dim, sizes.width
     inner = H * C
