@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model import Context
-from models.layers import gated_delta_net
+from models.layers import gated_delta_net, kimi_delta
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
 from ops.attention import delta_pending, delta_prompt
@@ -126,10 +126,10 @@ def random_few(
     """
     sizes = (KimiDeltaSizes if channel_decay else DeltaSizes)(K, H, Ck, Cv, W)
     args = SimpleNamespace(dim=16, delta_sizes=sizes, norm_eps=1e-6, values_by_place=False)
-    generator, layer = (
-        torch.Generator().manual_seed(N_SEED),
-        (DeltaNet, KimiDelta)[channel_decay](args),
-    )
+    generator = torch.Generator().manual_seed(N_SEED)
+    layer = KimiDelta(args) if channel_decay else DeltaNet(args)
+    if channel_decay:  # products of x
+        layer.wdecay.to(dtype), layer.wgate.to(dtype)
     layer.allocate(B + 1, 8, None, torch.zeros(1, dtype=dtype))
     for tensor in (*layer.parameters(), *layer.state.buffers()):
         if tensor.is_floating_point():
@@ -296,6 +296,8 @@ def machine_code() -> dict[str, dict[str, int]]:
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
     several = [random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (8, 16)]
+    # Kimi Linear 48B-A3B.
+    of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
     def launch_all() -> None:
         delta_prompt.launch_delta_chunk(*prompt)
@@ -304,9 +306,16 @@ def machine_code() -> dict[str, dict[str, int]]:
         delta_prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
-    supports = mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True)
-    with supports:
+    of_both = (gated_delta_net, kimi_delta)
+    supports = [
+        mock.patch.object(each, "delta_tokens_supports", lambda _: True) for each in of_both
+    ]
+    with supports[0], supports[1]:
         found = launched_code(launch_all)
+        for T, case in of_channels.items():
+            layer, *call = random_few(*case, channel_decay=True)
+            launched = launched_code(partial(layer.core, *call))
+            found |= {f"{name} of channels, {T}": code for name, code in launched.items()}
         for layer, *call in several:
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of several": code for name, code in launched.items()}

@@ -277,7 +277,7 @@ REFUSED = {
         dict(layer_types=["sliding_attention"] * 27),
         dict(attention_bias=True),
         dict(qk_rope_head_dim=63),
-        dict(rope_scaling={"type": "yarn", "factor": 4.0}),
+        dict(rope_scaling={"rope_type": "yarn"}),
         dict(hidden_act="gelu"),
     ],
     "MiniMaxM2": [

@@ -583,7 +583,12 @@ def test_shards_are_all_of_the_weights(family, parallel, checkpoints):
         tied = name == "head.weight" and args.tied_embeddings
         whole = source.read("embedding.weight" if tied else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
+        if name.endswith("wfgb.weight"):  # first the rows of low rank, which all heads share
+            shared = 2 * args.delta_dim
+            assert all(torch.equal(each[:shared], whole[:shared]) for each in tensors)
+            tensors, whole = [each[shared:] for each in tensors], whole[shared:]
         latent = hasattr(args, "kv_rank") and name.endswith("wqkv.weight")
+        latent = latent and int(name.split(".")[1]) in getattr(args, "full_layers", (0, 1))
         replicated = 0  # rows that all heads share
         if latent:
             replicated = args.kv_rank + args.rotary_dim

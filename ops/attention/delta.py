@@ -34,6 +34,7 @@ from ops.attention.delta_state import (
     count_accepted,
     count_real,
     decay_channels,
+    decay_inputs_at,
     find_gates,
     find_pending_gates,
     fit_tiles,
@@ -41,7 +42,10 @@ from ops.attention.delta_state import (
     key_channels,
     like_tile,
     load_gates,
+    load_own_gates,
     load_taps,
+    output_gate_at,
+    pending_decays,
     read_and_update,
     softplus,
     tile_places,
@@ -109,10 +113,11 @@ def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
 
     found: as of `find_gates`.
     """
-    gate = as_tile(tl.load(found[2] + token * s.output_row + values), s).to(tl.float32)
-    b = tl.load(found[0] + token * s.ba_row).to(tl.float32)
-    a = tl.load(found[1] + token * s.a_row).to(tl.float32)
     qkvz += token * s.row
+    gate = as_tile(tl.load(output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
+    own = found[0] + token * s.ba_row
+    b = tl.load(own).to(tl.float32)
+    a = tl.load(decay_inputs_at(own, found, token, s)).to(tl.float32)
     return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
 
 
@@ -138,7 +143,7 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
-        gate = gate_factor(gate, tl.sigmoid(gate), s)
+        gate = gate_factor(tl.sigmoid(gate), gate, s)
         out = _norm_head(out, gate * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
@@ -219,8 +224,8 @@ def _update_heads(
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        b, a = find_pending_gates(pending, sequence, token, head, s)
-        decay, share = load_gates(b, a, rate, bias)
+        kept = find_pending_gates(pending, sequence, token, head, s)
+        decay, share = load_gates(kept, kept, pending_decays(head, s), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
@@ -239,16 +244,16 @@ def _update_heads(
     await_previous(PDL)
     DTYPE: tl.constexpr = y.dtype.element_ty
     qkvz += sequence * tokens * s.row
-    found = find_gates(qkvz, gates, sequence, tokens, head, s)
+    found = find_gates(gates, sequence, tokens, head, s)
     is_first = lane_row == 0
     y += (sequence * tokens * H + head) * CV + columns
     if s.is_one:
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-        gate = as_tile(tl.load(found[2] + values), s).to(tl.float32)
-        decay, share = load_gates(found[0], found[1], rate, bias)
+        gate = as_tile(tl.load(output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
+        decay, share = load_own_gates(found, 0, rate, bias, s)
         qk = _convolve(new_keys, key_past, key_taps, s)
         v = _convolve(new_values, value_past, value_taps, s)
-        gate = gate_factor(gate, tl.sigmoid(gate) * weight, s)
+        gate = gate_factor(tl.sigmoid(gate) * weight, gate, s)
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
@@ -268,9 +273,11 @@ def _update_heads(
         if exists:
             tl.store(pending.first + sequence * H + head, place + 1)
             for token in range(tokens):
-                b, a = find_pending_gates(pending, sequence, token, head, s)
-                tl.store(b, tl.load(found[0] + token * s.ba_row))
-                tl.store(a, tl.load(found[1] + token * s.a_row))
+                kept = find_pending_gates(pending, sequence, token, head, s)
+                source = found[0] + token * s.ba_row
+                tl.store(kept, tl.load(source))
+                source = decay_inputs_at(source, found, token, s)
+                tl.store(kept + pending_decays(head, s), tl.load(source))
             _keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
             if moves_keys:
                 _keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)

@@ -28,7 +28,9 @@ from ops.attention.delta_state import (
     gate_factor,
     key_channels,
     load_gates,
+    load_own_gates,
     load_taps,
+    pending_decays,
     read_and_update,
     tile_places,
 )
@@ -99,8 +101,8 @@ def _update_states(
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        b, a = find_pending_gates(pending, row, token, head, s)
-        decay, share = load_gates(b, a, rate, bias)
+        kept = find_pending_gates(pending, row, token, head, s)
+        decay, share = load_gates(kept, kept, pending_decays(head, s), rate, bias)
         _, old = read_and_update(old, qk, as_tile(v, s), decay, share, s)
     if count > 0:
         tl.store(state, tl.reshape(old, memory.shape))
@@ -109,18 +111,18 @@ def _update_states(
         tl.store(accepted + sequence, count)
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
-        b, a, _ = find_gates(qkvz, gates, sequence, tokens, head, s)
+        found = find_gates(gates, sequence, tokens, head, s)
         out += (sequence * tokens * H + head) * CV + begin + columns
         is_first, ends = lane_row == 0, count + s.width - 1
         qk = _convolve_token(window, qkvz, key_taps, keys, count, ends, s)
         v = _convolve_token(window, qkvz, value_taps, values, count, ends, s)
-        decay, share = load_gates(b, a, rate, bias)
+        decay, share = load_own_gates(found, 0, rate, bias, s)
         for token in range(real):
             q_and_k, value, now_decay, now_share = qk, v, decay, share
             later = tl.minimum(token + 1, tokens - 1)
             qk = _convolve_token(window, qkvz, key_taps, keys, count + later, ends, s)
             v = _convolve_token(window, qkvz, value_taps, values, count + later, ends, s)
-            decay, share = load_gates(b + later * s.ba_row, a + later * s.a_row, rate, bias)
+            decay, share = load_own_gates(found, later, rate, bias, s)
             read, old = read_and_update(old, q_and_k, as_tile(value, s), now_decay, now_share, s)
             read = tl.reshape(read, columns.shape).to(out.dtype.element_ty)
             tl.store(out + token * (H * CV), read, mask=is_first)
@@ -130,11 +132,12 @@ def _update_states(
 
 
 @jit
-def _keep_gates(kept, own, own_row, places, count, tokens, s: tl.constexpr):
-    """Store at `kept` what makes the gates of the call's tokens: `count` numbers from `own` on."""
+def _keep_gates(pending, row, begin, own, own_row, places, count, tokens, s: tl.constexpr):
+    """Store what makes the gates of the call's tokens: of each `count` numbers, from `begin` on."""
     for token in range(tokens):
         number = tl.load(own + token * own_row + places, mask=places < count)
-        tl.store(kept + token * s.gates + places, number, mask=places < count)
+        stored = pending.ba + (row * s.most + token) * s.gates + begin
+        tl.store(stored + places, number, mask=places < count)
 
 
 # Grid [T H + N / CHANNELS, B]: a program normalizes one head of a token, or moves CHANNELS of the
@@ -172,18 +175,16 @@ def _finish_tokens(
             at = (sequence * tokens * H + part) * CV + c
             numbers = tl.load(out + at).to(tl.float32)
             if s.channel_decay:
-                output = gates.output + at
+                gate = tl.load(gates.output + at).to(tl.float32)
             else:
-                output = qkvz + part // H * s.row + N + part % H * CV + c
-            gate = tl.load(output).to(tl.float32)
+                gate = tl.load(qkvz + part // H * s.row + N + part % H * CV + c).to(tl.float32)
             numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + s.eps) * weight
-            numbers = gate_factor(gate, numbers, s) * tl.sigmoid(gate)
+            numbers = gate_factor(numbers, gate, s) * tl.sigmoid(gate)
             tl.store(y + at, numbers.to(y.dtype.element_ty))
     if (part >= tokens * H) & (real > 0):
         channels = (part - tokens * H) * CHANNELS + tl.arange(0, CHANNELS)
         exists, count = channels < N, tl.load(accepted + sequence)
         window = pending.inputs + row * (W - 1 + s.most) * N + channels
-        kept = pending.ba + row * s.most * s.gates
         for n in tl.static_range(W - 1):
             tl.store(window + n * N, tl.load(window + (count + n) * N, mask=exists), mask=exists)
         if qkvz is not None:
@@ -192,17 +193,17 @@ def _finish_tokens(
                 tl.store(window + (W - 1 + token) * N, number, mask=exists)
             if s.channel_decay:  # too many for one program
                 own = gates.ba + sequence * tokens * s.ba_row
-                _keep_gates(kept, own, s.ba_row, channels, H, tokens, s)
-                own = gates.a + sequence * tokens * s.a_row
-                _keep_gates(kept + H, own, s.a_row, channels, s.a_row, tokens, s)
+                _keep_gates(pending, row, 0, own, s.ba_row, channels, H, tokens, s)
+                own = gates.a + sequence * tokens * s.decays
+                _keep_gates(pending, row, H, own, s.decays, channels, s.decays, tokens, s)
         if part == tokens * H:
             first, heads = place * 0, tl.arange(0, s.padded_heads)
-            if gates is not None:
+            if qkvz is not None:
                 first = place + 1
                 if not s.channel_decay:
                     both = tl.arange(0, 2 * s.padded_heads)
                     own = gates.ba + sequence * tokens * s.ba_row
-                    _keep_gates(kept, own, s.ba_row, both, 2 * H, tokens, s)
+                    _keep_gates(pending, row, 0, own, s.ba_row, both, 2 * H, tokens, s)
             tl.store(pending.first + row * H + heads, first + 0 * heads, mask=heads < H)
 
 

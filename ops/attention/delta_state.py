@@ -68,14 +68,14 @@ class DeltaSettings:
         return self.heads * (1 + (self.key_dim if self.channel_decay else 1))
 
     @property
-    def a_row(self) -> int:
-        """Numbers from what makes one token's decays to the next one's."""
-        return self.heads * self.key_dim if self.channel_decay else self.ba_row
+    def decays(self) -> int:
+        """Numbers of a token in `Gates.a`."""
+        return self.heads * self.key_dim
 
     @property
-    def output_row(self) -> int:
-        """Numbers from one token's output gate to the next one's."""
-        return self.heads * self.value_dim if self.channel_decay else self.row
+    def outputs(self) -> int:
+        """Numbers of a token in the result, and in `Gates.output`."""
+        return self.heads * self.value_dim
 
     @property
     def channels(self) -> int:
@@ -288,39 +288,70 @@ def decay_channels(head, s: tl.constexpr):
 
 
 @jit
-def find_gates(qkvz, gates, sequence, tokens, head, s: tl.constexpr):
-    """Return where the sequence's first token has b, the decay's inputs, and the output's gate.
+def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
+    """Return where a sequence's first token has what makes a head's gates.
 
-    qkvz: that token's. b and the decay's inputs are those of a head; to the third the channels of
-    v are added.
+    b, and with a decay for each channel a of these, and the output's gate less the place of v.
     """
-    GATES: tl.constexpr = s.heads * s.value_dim
     b = gates.ba + sequence * tokens * s.ba_row + head
     if s.channel_decay:
-        a = gates.a + sequence * tokens * s.a_row + decay_channels(head, s)
-        return b, a, gates.output + sequence * tokens * s.output_row - s.first_value
+        a = gates.a + sequence * tokens * s.decays + decay_channels(head, s)
+        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
     else:
-        return b, b + s.heads, qkvz + GATES
+        return b, b, b
+
+
+@jit
+def decay_inputs_at(b, found, token, s: tl.constexpr):
+    """Return where a token has a. b: where it has b. found: as of `find_gates`."""
+    if s.channel_decay:
+        return found[1] + token * s.decays
+    else:
+        return b + s.heads
+
+
+@jit
+def output_gate_at(qkvz, found, token, s: tl.constexpr):
+    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
+    if s.channel_decay:
+        return found[2] + token * s.outputs
+    else:
+        return qkvz + s.outputs
 
 
 @jit
 def find_pending_gates(pending, row, token, head, s: tl.constexpr):
-    """Return where a pending token has b and the decay's inputs of a head."""
-    stored = pending.ba + (row * s.most + token) * s.gates
-    return stored + head, stored + s.heads + decay_channels(head, s)
+    """Return where a pending token has b of a head."""
+    return pending.ba + (row * s.most + token) * s.gates + head
 
 
 @jit
-def gate_factor(gate, factor, s: tl.constexpr):
-    """Return a factor by the gate's sigmoid as one by its activation, which may be SiLU."""
+def pending_decays(head, s: tl.constexpr):
+    """Return how far a pending token's a is from its b."""
     if s.channel_decay:
-        return factor
+        return s.heads - head + decay_channels(head, s)
     else:
-        return gate * factor
+        return s.heads
 
 
 @jit
-def load_gates(b, a, rate, bias):
-    """Return a token's decay and share. b, a: where its inputs of this head are."""
-    share, decay = tl.load(b).to(tl.float32), tl.load(a).to(tl.float32)
-    return tl.exp(-rate * softplus(decay + bias)), tl.sigmoid(share)
+def gate_factor(x, gate, s: tl.constexpr):
+    """Return x, times the gate if its activation is SiLU. The sigmoid is the caller's."""
+    if s.channel_decay:
+        return x
+    else:
+        return x * gate
+
+
+@jit
+def load_gates(b, a, begin, rate, bias):
+    """Return a token's decay and share. b, a + begin: where a head's inputs of these are."""
+    b, a = tl.load(b).to(tl.float32), tl.load(a + begin).to(tl.float32)
+    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
+
+
+@jit
+def load_own_gates(found, token, rate, bias, s: tl.constexpr):
+    """Return a token's decay and share. found: as of `find_gates`."""
+    b = found[0] + token * s.ba_row
+    return load_gates(b, decay_inputs_at(b, found, token, s), 0, rate, bias)
