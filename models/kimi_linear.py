@@ -15,6 +15,7 @@ from models.config import (
     unsupported,
 )
 from models.family import PublishedLayout, Shard
+from models.gguf import Values, log_of_negative, made_of
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
@@ -217,6 +218,39 @@ class KimiLinear(LatentFamily):
         state = H * C * C + (args.conv_width - 1 + MAX_TENTATIVE) * sizes.channels
         taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
         return cached, max(expanded, 4 * tokens * sizes.channels + 2 * rule) + 2 * taken
+
+    # GGUF files ---------------------------------------------------------------------------------
+
+    gguf = "kimi-linear"
+    gguf_keys = LatentFamily.gguf_keys | {
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_head_dim": "kda.head_dim",
+    }
+    gguf_tensors = {
+        "self_attn.A_log": made_of("ssm_a", values=lambda t: log_of_negative(t).view(1, 1, -1, 1)),
+        "self_attn.dt_bias": made_of("ssm_dt.bias"),
+        "self_attn.b_proj.weight": made_of("ssm_beta.weight"),
+        "self_attn.o_norm.weight": made_of("ssm_norm.weight"),
+        **{
+            f"self_attn.{name}_proj.weight": made_of(f"ssm_{name}.weight")
+            for name in ("f_a", "f_b", "g_a", "g_b")
+        },
+        **{
+            f"self_attn.{name}_conv1d.weight": made_of(
+                f"ssm_conv1d_{name}.weight", values=lambda t: t.reshape(-1, 1, t.shape[-1])
+            )
+            for name in "qkv"
+        },
+    }
+
+    def gguf_config(self, values: Values) -> dict:
+        config = super().gguf_config(values)
+        layers = range(min(values.layers, len(values.shapes)))
+        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        size, numbers = config.get("linear_head_dim"), values.width("ssm_dt.bias", 0)
+        if numbers and type(size) is int and size > 0:
+            config["linear_num_heads"] = numbers // size
+        return config | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
 

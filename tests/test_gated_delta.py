@@ -175,6 +175,7 @@ def without_a_gpu(**variables: str) -> dict:
 @pytest.mark.slow
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
+    assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
     assert len(errors) == 23
     for case, found in errors.items():  # the order of sums of g differs
         assert max(found) < 2e-5, (case, found)
