@@ -2,9 +2,19 @@
 
     python benchmarks/both_kernels.py
     python benchmarks/both_kernels.py Qwen3-30B-A3B:int4 gpt-oss-20b:mxfp4 --layers 8
+    python benchmarks/both_kernels.py Nemotron-3-Nano-30B-A3B:int4 --check 8
 
 Each model decodes as benchmark.py does, first with --decode_kernels fused, then with inductor.
+
+--check N first compares logits of the first N layers: CHECKED tokens one by one, by the fused
+kernels and by plain PyTorch, both against plain PyTorch in fp32. Printed are the tenth percentile
+and the median of the differences. Where two experts' scores are nearly equal, rounding may choose
+another expert, and random weights have many such scores: then a token's logits differ by much more,
+and in a recurrent model the next tokens' too. So a figure alone says little: kernels are right if
+theirs are as small as plain PyTorch's.
 """
+
+from copy import deepcopy
 
 import torch
 
@@ -12,21 +22,60 @@ from benchmarks.cuda_timing import require_gpu
 from benchmarks.decode_speed import measure, read_bandwidth
 from cli.benchmark_options import build_parser as benchmark_parser
 from cli.parser import Parser
-from models.random_weights import architecture, first_layers, free_memory
+from model import Transformer
+from models.random_weights import (
+    RandomWeights,
+    architecture,
+    first_layers,
+    free_memory,
+    number_format,
+    random_prompt,
+)
+from runtime.fused_decode import FusedRunner
+from runtime.kernel_choice import fused_runner
+from runtime.loading import load_model
 
 MIXTRAL, QWEN = "Mixtral-8x7B", "Qwen3-30B-A3B"
 CASES = tuple(f"{name}:{mode}" for name in (MIXTRAL, QWEN) for mode in ("bf16", "int8", "int4"))
 KERNELS = "fused", "inductor"
+CHECKED = 64  # tokens
 
 
-def speed(name: str, mode: str, kernels: str, layers: int | None, bandwidth: float) -> float:
-    """Return tokens/s. bandwidth: of the GPU, bytes a second."""
+def speed(name: str, mode: str, kernels: str, layers: int | None, bandwidth: float) -> dict:
+    """Return `measure`'s result. bandwidth: of the GPU, bytes a second."""
     given = ["--arch", name, "--mode", mode, "--decode_kernels", kernels]
     options = benchmark_parser().parse_args(given)
     args = architecture(name)
-    found = measure(first_layers(args, layers or args.n_layer), options, bandwidth)["tok_s"]
+    found = measure(first_layers(args, layers or args.n_layer), options, bandwidth)
     free_memory(compiled=True)
     return found
+
+
+def token_logits(model: Transformer, runner: FusedRunner | None) -> torch.Tensor:
+    """Return the logits [CHECKED, V] of tokens that are given one by one; None: plain PyTorch."""
+    model.setup_cache(1, 256)
+    found, last = [], torch.zeros(1, dtype=torch.int64, device="cuda")
+    for n, token in enumerate(random_prompt(model.args, CHECKED)):
+        ids = torch.tensor([[token]], device="cuda"), torch.tensor([[n]], device="cuda")
+        found.append(model(*ids, last, runner=runner).float().flatten())
+    return torch.stack(found)
+
+
+@torch.inference_mode()
+def check(name: str, mode: str, layers: int) -> None:
+    """Print by how much of their norm the logits of both differ from those in fp32."""
+    args = first_layers(architecture(name), layers)
+    model = load_model(RandomWeights(args, number_format(mode, args)), torch.device("cuda"))
+    ours, plain = token_logits(model, fused_runner(model)(model)), token_logits(model, None)
+    exact = token_logits(deepcopy(model).float(), None)
+    found = []
+    for logits in ours, plain:
+        differences = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
+        low, middle = differences.quantile(0.1).item(), differences.median().item()
+        found.append(f"{low:.1e}, {middle:.1e}")
+    print(f"{name} {mode}, {layers} layers: fused {found[0]}; plain {found[1]}", flush=True)
+    del model
+    free_memory(compiled=True)
 
 
 def build_parser() -> Parser:
@@ -35,11 +84,14 @@ def build_parser() -> Parser:
         (
             "python benchmarks/both_kernels.py",
             "python benchmarks/both_kernels.py gpt-oss-20b:mxfp4 --layers 8",
+            "python benchmarks/both_kernels.py Nemotron-3-Nano-30B-A3B:int4 --check 8",
         ),
     )
     add = parser.add_argument
     add("cases", nargs="*", default=CASES, metavar="NAME:MODE", help="models with their formats")
     add("--layers", type=int, metavar="N", help="build only the first N layers")
+    add("--check", type=int, metavar="N", help="compare logits of the first N layers before")
+    add("--only", choices=KERNELS, help="measure these kernels alone")
     return parser
 
 
@@ -48,13 +100,18 @@ def main() -> None:
     require_gpu(parser)
     bandwidth = read_bandwidth(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}")
-    print("| model, weights | fused | Inductor | ratio |\n|---|---|---|---|", flush=True)
+    for case in options.cases if options.check else ():
+        name, _, mode = case.partition(":")
+        check(name, mode, options.check)
+    print("| model, weights | kernels | tokens/s | of bandwidth | kernels a layer | compile s |")
+    print("|---|---|---|---|---|---|", flush=True)
     for case in options.cases:
         name, _, mode = case.partition(":")
-        rates = [speed(name, mode, kernels, options.layers, bandwidth) for kernels in KERNELS]
-        fused, inductor = rates
-        row = f"| {name}, {mode} | {fused:.0f} | {inductor:.0f} | {fused / inductor:.2f} |"
-        print(row, flush=True)
+        for kernels in (options.only,) if options.only else KERNELS:
+            found = speed(name, mode, kernels, options.layers, bandwidth)
+            figures = f"{found['tok_s']:.0f} | {found['fraction']:.2f}"
+            counts = f"{found['kernels_per_layer']:.1f} | {found['compile_s']:.0f}"
+            print(f"| {name}, {mode} | {kernels} | {figures} | {counts} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -290,7 +290,9 @@ def launch_gemv(
     parts = list(weight.parts().values())
     pairs = None if expert_indices is None else expert_indices.flatten()
     kind = FORMATS[weight.format].kind
-    return dot4(materialize(x).flatten(0, -2), parts, pairs, kind, weight.group, fuse_swiglu)
+    # Experts without a gate expand x over the pairs: its rows are then one row in memory.
+    rows = materialize(x).flatten(0, -2).contiguous()
+    return dot4(rows, parts, pairs, kind, weight.group, fuse_swiglu)
 
 
 def gated_stacked(

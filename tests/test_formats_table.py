@@ -187,6 +187,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
     calls = []
 
     def dot4(x, parts, index, kind, group, fuse_swiglu):
+        assert x.is_contiguous()
         calls.append(fuse_swiglu)
         shape = torch.Size((*parts[0].shape[:-1], x.shape[-1]))
         having = (f for f in FORMATS.values() if f.kind == kind and f.has_gemv)
@@ -215,6 +216,16 @@ def test_every_activation_is_applied_whatever_computes_the_product(
     assert not fake_dot4
     got = module.gather_gated(on("cuda", x), index, function).as_subclass(Tensor)
     assert fake_dot4 == [activation == "swiglu" and not bias]
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_rows_that_share_their_memory_are_separate_for_the_kernel(fake_dot4):
+    """Experts without a gate expand a token over its experts."""
+    module, index = expert_linear("int4", False), torch.tensor([[0, 2]])
+    x = torch.randn(1, 1, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = module.gather(x.expand(1, 2, D), index)
+    got = module.gather(on("cuda", x).expand(1, 2, D), index).as_subclass(Tensor)
+    assert fake_dot4 == [False]
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 

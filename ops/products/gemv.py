@@ -37,6 +37,7 @@ def dot4(
     With PDL (Hopper and later) a dense product loads its first weights while the previous kernel
     runs, which must not write them.
     """
+    assert x.is_contiguous(), f"x has strides {x.stride()}"
     weight = packed_weight(parts, kind, group)
     if index is None:
         return dense_product(x, weight, dtype=torch.float32)
