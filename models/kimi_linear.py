@@ -44,7 +44,7 @@ class KimiLinearArgs(LatentArgs):
 
     full_layers: tuple[int, ...] = ()  # layers with latent attention; the others: the delta rule
     delta_heads: int = 32
-    delta_dim: int = 128  # of a head's queries, keys and values
+    delta_dim: int = 128  # numbers of a head's query, key and value
     conv_width: int = 4
 
     def constraints(self) -> dict[str, bool]:
