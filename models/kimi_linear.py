@@ -91,9 +91,6 @@ def nested_values(config: dict, n_layer: int) -> dict:
     for key in nested.keys() & SIZES.keys():
         if type(nested[key]) is not int:
             raise unsupported(f"{NESTED}.{key}", nested[key], "an integer is needed")
-    for key in nested.keys() & SIZES.keys():
-        if type(nested[key]) is not int:
-            raise unsupported(f"{NESTED}.{key}", nested[key], "an integer is needed")
     if config.get("layer_types") is not None or not all(name in nested for name in LISTS):
         return found
     lists = [nested[name] for name in LISTS]
