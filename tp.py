@@ -319,12 +319,19 @@ def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str
 
 
 def grouped_lengths(path: str, spec: dict, shard: Shard | None, ranks: int) -> list[int]:
-    """Return the lengths that a rank holds along an axis that has groups."""
+    """Return the lengths that a rank holds along an axis that has groups, which divide them."""
     inner = 2 if ".experts." in path else 1  # the axis of the input dimension
     axes = (inner, inner - 1) if FORMATS[spec["format"]].blocks else (inner,)
     if shard is None or shard.axis not in axes:
         return []
-    return [count // min(count, ranks) * width for count, width in shard.segments]
+    lengths = [count // min(count, ranks) * width for count, width in shard.segments]
+    count, width = shard.segments[-1]
+    is_last_block = shard.axis == inner - 1 and count * width < spec["group_size"]
+    if is_last_block and not any(n % spec["group_size"] for n in lengths[:-1]):
+        # Rows that begin a block, which is not full (Laguna's gates). A rank's part of them is such
+        # a block, too, of the same scale.
+        lengths.pop()
+    return lengths
 
 
 def sharded_format(
@@ -349,14 +356,17 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
 
 
 def regroupings(whole: nn.Module, modules: dict[str, dict]) -> dict[str, Regrouping]:
-    """Return the packed modules of a whole model that have smaller groups in its shards."""
+    """Return the packed modules of a whole model whose groups its shards divide.
+
+    Where blocks have rows, too, these include the modules whose last block is not full.
+    """
     found = {}
     for path, spec in modules.items():
         module = whole.get_submodule(path)
         assert isinstance(module, Packed)
-        if spec["group_size"] != module.group:
-            shape = *module.codes.shape[:-1], module.width
-            format = FORMATS[module.format]
+        shape, format = (*module.codes.shape[:-1], module.width), FORMATS[module.format]
+        is_cut = format.blocks and shape[-2] % module.group != 0
+        if spec["group_size"] != module.group or is_cut:
             found[path] = Regrouping(format, shape, module.group, spec["group_size"])
     return found
 

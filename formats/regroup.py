@@ -19,7 +19,10 @@ Slices = tuple[slice, ...]
 
 
 class Regrouping(NamedTuple):
-    """A weight [..., out, in] with groups of `group` on disk, and of `smaller` in memory."""
+    """A weight [..., out, in] with groups of `group` on disk, and of `smaller` in memory.
+
+    They may be equal: a rank may have a part of a last block of rows, which is not full.
+    """
 
     format: Format
     shape: tuple[int, ...]  # the whole weight's
@@ -47,7 +50,11 @@ class Regrouping(NamedTuple):
         place = (self.position(n, name, axis, self.group) for n in (begin, end))
         part = self.regroup(read((*lead, slice(*place))), name)
         start, stop = edges.start - begin, edges.stop - begin
-        start, stop = (self.position(n, name, axis, self.smaller) for n in (start, stop))
+        stop = self.position(stop, name, axis, self.smaller)
+        if axis == len(self.shape) - 2:  # it may begin within the last block of rows
+            start = self.position(start + 1, name, axis, self.smaller) - 1
+        else:
+            start = self.position(start, name, axis, self.smaller)
         return part.narrow(axis, start, stop - start)
 
     def position(self, n: int, name: str, axis: int, group: int) -> int:

@@ -95,7 +95,9 @@ class Plan(NamedTuple):
             return "no speed is predicted: the bandwidth of this card is not known"
         cause = f"{card.bandwidth / 1e9:,.0f} GB/s"
         cause += f" and {card.link / 1e9:.0f} GB/s of PCIe" if self.experts else ""
-        return f"about {1 / self.seconds:.3g} tokens/s, predicted from {cause}, not measured"
+        speed = 1 / self.seconds
+        rounded = f"{speed:,.0f}" if speed >= 999.5 else f"{speed:.3g}"
+        return f"about {rounded} tokens/s, predicted from {cause}, not measured"
 
 
 def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> Plan:

@@ -1,14 +1,15 @@
 """Reasoning blocks: text in which a chat model thinks before it answers.
 
-Three kinds are known: `<think> ... </think>`; Gemma 4's `<|channel>thought ... <channel|>`; and
-gpt-oss's channels (harmony), of which `final` is the answer. Markers are recognized by their token
-ids, so that text which only spells one is text.
+Three kinds are known: `<think> ... </think>` (ERNIE 4.5 has tags around the answer, too); Gemma 4's
+`<|channel>thought ... <channel|>`; and gpt-oss's channels (harmony), of which `final` is the
+answer. Markers are recognized by their token ids, so that text which only spells one is text.
 """
 
 from collections.abc import Iterator, Sequence
 
 REASONING, ANSWER = "reasoning", "answer"
 OPEN, CLOSE = "<think>", "</think>"
+RESPONSE = "<response>", "</response>"
 GEMMA = "<|channel>", "<channel|>"
 THOUGHT = "thought\n"  # the name of Gemma's channel
 HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -40,6 +41,9 @@ def find_splitter(tokenizer, prompt: Sequence[int]) -> "Splitter | None":
     if None not in channel:
         return GemmaSplitter(tokenizer, prompt, channel)
     think = tokenizer.token_id(OPEN), tokenizer.token_id(CLOSE)
+    response = tokenizer.token_id(RESPONSE[0]), tokenizer.token_id(RESPONSE[1])
+    if None not in think + response:
+        return ResponseSplitter(tokenizer, prompt, think, response)
     if None not in think:
         return ThinkSplitter(tokenizer, prompt, think)
     return TextSplitter(tokenizer, prompt) if tokenizer.template_has(CLOSE) else None
@@ -173,6 +177,39 @@ class ThinkSplitter(TextSplitter):
                 self.kind, self.begun = ANSWER, True
             text, self.held = self.held + text, ""
             yield from self.emit(text)
+
+
+class ResponseSplitter(ThinkSplitter):
+    """ERNIE 4.5 Thinking: `<think>` blocks, then the answer in `<response>` tags, by token ids.
+
+    The tags, and the white space on both sides of each, belong to no part.
+    """
+
+    def __init__(
+        self, tokenizer, prompt: Sequence[int], ids: tuple[int, int], tags: tuple[int, int]
+    ):
+        self.begin, self.end = tags
+        self.in_tags, self.space = False, ""
+        super().__init__(tokenizer, prompt, ids)
+
+    def split(self, token: int, text: str) -> Iterator[tuple[str, str]]:
+        if token == self.begin and self.kind != REASONING and not self.in_tags:
+            self.kind, self.held, self.begun, self.in_tags = ANSWER, "", False, True
+            return
+        if token == self.end and self.in_tags:
+            yield from self.emit(text.removesuffix(RESPONSE[1]))
+            self.begun, self.in_tags, self.space = False, False, ""
+            return
+        for kind, piece in super().split(token, text):
+            if self.in_tags:
+                piece = self.space + piece
+                self.space = piece[len(piece.rstrip()) :]
+                piece = piece.rstrip()
+            yield kind, piece
+
+    def rest(self, text: str) -> Iterator[tuple[str, str]]:
+        self.held, self.space = self.space + self.held, ""
+        yield from super().rest(text)
 
 
 class GemmaSplitter(ThinkSplitter):

@@ -19,7 +19,8 @@ from torch import Tensor
 from runtime.logit_edits import ALL, mask_words
 from runtime.reasoning import ANSWER, make_splitter
 from tokenizer import Tokenizer
-from tool_calls.arguments import find_pointer
+from tool_calls.arguments import Schema, find_pointer
+from tool_calls.parser import ArgumentTags
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -267,26 +268,35 @@ def answer_or_calls(
 def forced_call(
     tokenizer: Tokenizer,
     tools: Sequence[tuple[str, dict | None]],
-    markers: tuple[str, str],
+    markers: tuple[str, str] | ArgumentTags,
     name: str | None,
     strict: Collection[str] = (),
 ) -> str:
     """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
 
     tools: (name, schema of the arguments or None). markers: the texts between a name and its
-    arguments, and after these. name: of the function; None: the answer chooses it. strict: names of
-    tools whose schema is refused, rather than relaxed, if it is not supported and the tool is
-    forced by name. Markers that are control tokens become their ids. Raises ValueError.
+    arguments, and after these; or the tags of arguments that are no JSON object. name: of the
+    function; None: the answer chooses it. strict: names of tools whose schema is refused, rather
+    than relaxed, if it is not supported and the tool is forced by name. Markers that are control
+    tokens become their ids. Raises ValueError.
     """
-    between, end = (_marker(tokenizer, text) for text in markers)
+    tags = markers if isinstance(markers, ArgumentTags) else None
+    texts = (tags.after_name, tags.end) if tags else markers
+    between, end = (_marker(tokenizer, text, is_lenient=bool(tags)) for text in texts)
     rules, calls = [], []
     for number, (tool, schema) in enumerate(tools):
         if name in (None, tool):
             is_strict = name is not None and tool in strict
-            schema_text = json.dumps(_arguments_schema(schema or OBJECT, number, is_strict))
-            rules.append(f"arguments{number}: %json {schema_text}\n")
+            if tags:
+                rules.append(
+                    _tagged_arguments(tokenizer, schema or OBJECT, tags, number, is_strict)
+                )
+            else:
+                schema_text = json.dumps(_arguments_schema(schema or OBJECT, number, is_strict))
+                rules.append(f"arguments{number}: %json {schema_text}\n")
             begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
-            calls.append(f'({begin} " "? arguments{number} {end})')
+            space = "" if tags else '" "?'
+            calls.append(f"({begin} {space} arguments{number} {end})")
     if not calls:
         raise ValueError("tool_choice needs a tool, but tools is empty; give one")
     grammar = f"start: {' | '.join(calls)}\n{''.join(rules)}"
@@ -294,8 +304,68 @@ def forced_call(
     return json.dumps({"grammars": [{"lark_grammar": grammar}]})
 
 
-def _arguments_schema(schema: dict, number: int, strict: bool) -> dict:
-    """Return the schema of a tool's arguments; of any object if it is not supported.
+def _tagged_arguments(
+    tokenizer, schema: dict, tags: ArgumentTags, number: int, strict: bool
+) -> str:
+    """Return the rules of arguments in the order of their schema. Raises FieldError if `strict`.
+
+    `argumentsN_I` are the arguments from the I-th on after none, `furtherN_I` after another one.
+    """
+    root, rules = Schema(schema), []
+    found = {key: value for part in root.parts() for key, value in _properties(part)}
+    required = {key for part in root.parts() for key in _listed(part, "required")}
+    for index, (key, value) in enumerate(found.items()):
+        one, rest = f"argument{number}_{index}", f"further{number}_{index + 1}"
+        between, separator = (_marker(tokenizer, t) for t in (tags.between, tags.separator))
+        begin = _marker(tokenizer, tags.before, is_lenient=True)
+        head = f"{begin} {json.dumps(key, ensure_ascii=False)} {between}"
+        rules.append(f"{one}: {head} value{number}_{index}")
+        rules.append(_tagged_value(tokenizer, value, root, tags, (number, index), strict))
+        skip = [] if key in required else [f"arguments{number}_{index + 1}"]
+        rules.append(f"arguments{number}_{index}: {' | '.join([f'{one} {rest}', *skip])}")
+        skip = [] if key in required else [rest]
+        rules.append(f"further{number}_{index}: {' | '.join([f'{separator} {one} {rest}', *skip])}")
+    rules += [f'{name}{number}_{len(found)}: ""' for name in ("arguments", "further")]
+    return "\n".join([f"arguments{number}: arguments{number}_0", *rules, ""])
+
+
+def _tagged_value(
+    tokenizer, schema: Any, root: Schema, tags: ArgumentTags, place: tuple[int, int], strict: bool
+) -> str:
+    """Return the rule of a value and of the text after it.
+
+    place: the tool's number, and the argument's in it.
+    """
+    rule, after = "value{}_{}".format(*place), _marker(tokenizer, tags.after, is_lenient=True)
+    if tags.is_text and Schema(schema, root.root).accepts("", exact=False):
+        listed = _listed(schema, "enum")
+        if listed and all(isinstance(text, str) for text in listed):
+            options = " | ".join(json.dumps(text, ensure_ascii=False) for text in listed)
+            return f"{rule}: ({options}) {after}"
+        end = tags.after.strip("\n")
+        if _marker(tokenizer, end).startswith("<"):  # a control token
+            return f"{rule}: /(.|\\n)*/ {after}"
+        rest = _marker(tokenizer, tags.after.removeprefix("\n")[len(end) :], is_lenient=True)
+        text = f"text{rule}[suffix={json.dumps(end)}]: /(.|\\n)*/"
+        return f"{rule}: text{rule} {rest}\n{text}"
+    named = {key: root.root[key] for key in ("$defs", "definitions") if key in root.root}
+    schema = {**named, **schema} if isinstance(schema, dict) else schema
+    schema = _arguments_schema(schema, place[0], strict, other={})
+    return f"{rule}: json{rule} {after}\njson{rule}: %json {json.dumps(schema)}"
+
+
+def _properties(schema: dict) -> Any:
+    found = schema.get("properties")
+    return found.items() if isinstance(found, dict) else ()
+
+
+def _listed(schema: Any, keyword: str) -> list:
+    found = schema.get(keyword) if isinstance(schema, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _arguments_schema(schema: Any, number: int, strict: bool, other: dict | None = None) -> dict:
+    """Return the schema of a tool's arguments, or `other` (any object) if it is not supported.
 
     Raises FieldError instead if `strict`.
     """
@@ -309,7 +379,7 @@ def _arguments_schema(schema: dict, number: int, strict: bool) -> dict:
     if strict:
         param = f"tools[{number}].function.parameters"
         raise FieldError(f"{param}: the schema is not supported ({error}); simplify it", param)
-    return _checked_schema(OBJECT, strict=False)
+    return _checked_schema(OBJECT if other is None else other, strict=False)
 
 
 @lru_cache(maxsize=64)
@@ -322,8 +392,14 @@ def _schema_error(schema: str) -> str:
 OBJECT = {"type": "object"}
 
 
-def _marker(tokenizer, text: str) -> str:
-    """Return a marker as Lark: texts, and control tokens by id."""
+def _marker(tokenizer, text: str, is_lenient: bool = False) -> str:
+    """Return a marker as Lark: texts, and control tokens by id.
+
+    is_lenient: new lines may be missing.
+    """
+    if is_lenient:
+        parts = re.split("(\n)", text)
+        return " ".join('"\\n"?' if part == "\n" else _marker(tokenizer, part) for part in parts)
     symbols = []
     for part in filter(None, CONTROL_NAME.split(text)):
         id = tokenizer.token_id(part)

@@ -438,8 +438,8 @@ class ChatCompletionBody(GenerationBody):
             prefix = format.resumed(kind)
         elif self.is_forced():
             name = choice.function.name if isinstance(choice, NamedChoice) else None
-            prefix, markers = format.prefix(name, tokenizer), format.json_markers(tokenizer)
-            if markers:
+            prefix = format.prefix(name, tokenizer)
+            if markers := format.json_markers(tokenizer) or format.argument_tags():
                 strict = {tool.function.name for tool in self.tools if tool.function.strict}
                 grammar = forced_call(tokenizer, list(schemas.items()), markers, name, strict)
         is_named = isinstance(choice, NamedChoice)

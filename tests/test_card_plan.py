@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from hub_server import REPO
 import generate
 import serve
 from cli import generate_options, serve_options
+from cli.model_name import ModelName
+from hub import describe
 from hub.describe import Described, describe_model
 from memory import card_plan, cards
 from memory.card_plan import Place, choose_format, freedom, plan_of, setup_of
 from memory.cards import card_here, card_of_name, sold, token_seconds
 from memory.choice import FEW_BITS, OURS, capacity_of, choose
 from memory.plan import GB, Memory, reserve
-from models import ARCHITECTURES, args_of_checkpoint
+from models import ARCHITECTURES, FAMILIES, args_of_checkpoint
 from models.random_weights import first_layers, number_format
 from ops import gpu
 from tests.plan_table import PAGE, block, written
@@ -289,6 +292,57 @@ def test_a_card_is_known_by_its_name_and_size(name, gib, known, monkeypatch):
 def test_names_of_cards():
     assert card_of_name("geforce".replace("geforce", "rtx 3090")) == sold("RTX 3090")
     assert all(card_of_name(name.lower()) == sold(name) for name in cards.SOLD)
+
+
+HUB = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text())
+PUBLISHED = {
+    name: (family, {"architectures": [family], **HUB.get(name, shape)})
+    for family, row in FAMILIES.items()
+    for name, shape in row.shapes.items()
+}
+OF_AUTUMN = (
+    *("NemotronHForCausalLM", "LagunaForCausalLM", "Lfm2MoeForCausalLM", "FlintForCausalLM"),
+    *("MellumForCausalLM", "Kolibri1ForCausalLM", "GraniteMoeHybridForCausalLM"),
+    *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "AfmoeForCausalLM"),
+)
+
+
+def planned() -> list:
+    """Return model and card; quick: the first model of each newer family, on one card."""
+    quick = {next(n for n, (of, _) in PUBLISHED.items() if of == family) for family in OF_AUTUMN}
+    return [
+        pytest.param(name, card, marks=() if name in quick and first else pytest.mark.slow)
+        for name in PUBLISHED
+        for first, card in ((True, "H200"), (False, "RTX 4090"))
+    ]
+
+
+@pytest.mark.parametrize(("name", "card"), planned())
+def test_a_published_model_has_a_plan_by_its_config_alone(name, card, monkeypatch):
+    """A config.json of tests/data/, or else a model's sizes, which its family lists."""
+    config = json.dumps(PUBLISHED[name][1])
+    files = SimpleNamespace(sizes={"config.json": len(config)})
+    monkeypatch.setattr(describe, "list_files", lambda *_: files)
+    monkeypatch.setattr(describe, "fetch_file", lambda _, f, to, __: (to / f).write_text(config))
+    options = parse("generate", "--model", f"a/{name}", "--dry_run", "--gpu", card)
+    model = describe_model(ModelName(f"a/{name}"))
+    billions = re.search(r"-(\d+(?:\.\d+)?)B(?=-A\d|$)", name)
+    if billions and model.format["name"] == "bf16":
+        size = setup_of(options, model).sizes.weights
+        assert size == pytest.approx(2e9 * float(billions[1]), rel=0.07)
+    try:
+        first, weights, kernels = card_plan.dry_run(options, CPU, lambda: model)
+    except ValueError as error:
+        assert re.fullmatch(
+            rf"a/{name}: no plan fits {card} with .*; name a larger card", str(error)
+        )
+        assert name.startswith(("DeepSeek-V3", "MiniMax"))
+        return
+    assert first.startswith(f"plan: {card}, ") and f"a/{name} in " in first
+    assert "context of" in weights
+    assert re.search(
+        r"(fused kernels in \d+ of \d+ layers|Inductor's kernels); about [\d.,]+ t", kernels
+    )
 
 
 def measured() -> list[tuple[str, str, float]]:

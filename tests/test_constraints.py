@@ -16,6 +16,7 @@ from runtime.logit_edits import mask_logits, mask_words
 from server import constraints
 from server.constraints import AnswerConstraint, Constraint, GrammarTokens
 from tokenizer import load_tokenizer
+from tool_calls.formats import FORMATS, CallPiece
 
 STRING, INTEGER = {"type": "string", "maxLength": 8}, {"type": "integer"}
 
@@ -125,6 +126,65 @@ def test_regex_and_lark_and_tool_calls(tokens):
         assert call["name"] == "add" or (not name and call["name"] == "stop")
         schema = SCHEMAS[8] if call["name"] == "add" else {"type": "object"}
         jsonschema.validate(call["arguments"], schema)
+
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F"]},
+        "days": {"$ref": "#/$defs/days"},
+        "place": record(x={"type": "boolean"}),
+    },
+    "required": ["days"],
+    "$defs": {"days": {"enum": [1, 3]}},
+}
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.argument_tags()])
+@pytest.mark.parametrize("name", ("weather", None))
+def test_forced_calls_without_json_have_arguments_of_their_schema(tokens, format, name):
+    tools = [("weather", PLACE), ("now", None)]
+    tags, prefix = format.argument_tags(), format.prefix(name, tokens.tokenizer)
+    grammar = constraints.forced_call(tokens.tokenizer, tools, tags, name)
+    names = set()
+    for seed in range(3):
+        text = prefix + walk(Constraint(tokens, grammar), random.Random(seed))
+        parser = format({tool: schema or {} for tool, schema in tools}, str, False)
+        first, *rest = parser.push(text) + parser.flush(is_cut=False)
+        assert all(isinstance(piece, CallPiece) and piece.index == 0 for piece in rest), text
+        names.add(first.name)
+        arguments = json.loads("".join(piece.arguments for piece in rest))
+        jsonschema.validate(arguments, PLACE if first.name == "weather" else {"maxProperties": 0})
+    assert names <= {"weather", "now"} and (name is None or names == {"weather"})
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.argument_tags()])
+def test_texts_of_forced_calls_are_free_up_to_their_end(tokens, format):
+    """Texts have no quotes between tags; arguments come in their schema's order."""
+    tags, texts = format.argument_tags(), {"city": {"type": "string"}, "note": {}}
+    schema = PLACE | {"properties": texts | PLACE["properties"], "required": ["city", "days"]}
+    grammar = constraints.forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
+
+    def accepts(**arguments) -> bool:
+        written = []
+        for key, value in arguments.items():
+            is_text = tags.is_text and isinstance(value, str)
+            value = value if is_text else json.dumps(value)
+            written.append(f"{tags.before}{key}{tags.between}{value}{tags.after}")
+        text = tags.separator.join(written) + tags.end
+        constraint = Constraint(tokens, grammar)
+        try:
+            for id in tokens.tokenizer.encode(text, bos=False):
+                constraint.advance(id)
+        except ValueError:
+            return False
+        return constraint.may_end
+
+    assert accepts(city='a "b" </x>\n', days=3)
+    assert accepts(city="", note="n", unit="F", days=1, place={"x": True})
+    assert not accepts(city="Rom") and not accepts(days=3) and not accepts(days=3, city="Rom")
+    assert not accepts(city="Rom", days=2) and not accepts(city="Rom", unit="K", days=1)
+    assert not accepts(city="Rom", days=3, place={"x": 5}) and not accepts(city="R", days=3, z=1)
 
 
 def test_mask_equals_trying_each_token(tmp_path):
@@ -271,6 +331,10 @@ def test_a_tool_with_an_invalid_schema_takes_any_object(tokens):
         grammar = constraints.forced_call(tokens.tokenizer, [("f", schema)], ("", ""), "f")
         text = walk(Constraint(tokens, grammar), random.Random(0))
         assert isinstance(json.loads(text), dict)
+        for tags in filter(None, (format.argument_tags() for format in FORMATS)):
+            Constraint(
+                tokens, constraints.forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
+            )
 
 
 @pytest.mark.parametrize(

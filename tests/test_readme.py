@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from models import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "commands.md").read_text()
@@ -173,6 +175,27 @@ def test_every_described_option_exists(script, build_parser):
         assert options - described <= {"--help"} | set(re.findall(r"--\w+", COMMANDS))
 
 
+@pytest.mark.parametrize(
+    "page",
+    [path for path in PAGES if path.parent.name != "log"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_commands_of_the_pages_exist(page, build_parser):
+    """Scripts, modules, and the options of those that COMMANDS describes."""
+    blocks = re.findall(r"^(?:    .*\n)+|^```sh\n.*?^```", page.read_text(), flags=re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    pattern = r"(?:python|nproc_per_node=\d+) (?:-m )?([\w/.]+)( .*|$)"
+    for match in filter(None, (re.search(pattern, line) for line in lines)):
+        script, rest = match[1], match[2].partition(" #")[0]
+        if Path(script).stem in {"pytest", "pip", "COMMAND", *OF_THE_READER}:
+            continue
+        path = script if script.endswith(".py") else script.replace(".", "/") + ".py"
+        assert (ROOT / path).is_file(), match[0]
+        if path in SCRIPTS:
+            options = set(re.findall(r"--\w+", build_parser(path).format_help()))
+            assert set(re.findall(r"(?<!\S)--\w+", rest)) <= options, match[0]
+
+
 def test_every_command_is_described_and_the_readme_is_short():
     described = set(re.findall(r"^\*\*`((?:\w+/)?\w+\.py)", COMMANDS, flags=re.M))
     assert described == set(SCRIPTS)
@@ -183,7 +206,16 @@ def test_every_command_is_described_and_the_readme_is_short():
     for script in described:
         if "/" not in script:
             assert script in README, script
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) <= 150
+
+
+def test_docs_list_the_models_of_every_family():
+    pages = section("Models"), (ROOT / "docs" / "models.md").read_text()
+    texts = [re.sub(r"[\W_]", "", page.lower()) for page in pages]
+    names = {re.match("[a-z]+?(?=hybrid|[^a-z]|$)", row.name)[0] for row in FAMILIES.values()}
+    assert len(names) > 15
+    for text in texts:
+        assert not {name for name in names if name not in text}
 
 
 def test_the_python_example_runs(tmp_path):

@@ -182,6 +182,35 @@ def test_an_incomplete_character_before_a_marker_stays_in_its_part(tmp_path):
     assert found == [(REASONING, "a"), (REASONING, "\ufffd"), (ANSWER, "b")]
 
 
+TAGGED = *THINK, "<response>", "</response>"
+
+
+@pytest.mark.parametrize("special", (True, False))
+@pytest.mark.parametrize(
+    ("prompt", "answer", "want"),
+    (
+        (
+            "<think>",
+            "so\n</think>\n\n<response>\nYes.\n\nNo.\n</response>\n",
+            ("so\n", "Yes.\n\nNo."),
+        ),
+        ("<think>", "so</think>\n\nYes.\n", ("so", "Yes.\n")),
+        ("<think>", "so</think><response>\nYes.\n", ("so", "Yes.\n")),
+        ("<think>", "so</think><response></response>", ("so", "")),
+        ("<think>", "so</think><response> Yes.</response>\n No.", ("so", "Yes.No.")),
+        ("<think>", "so", ("so", "")),
+        ("", "<response>\nYes. é\n</response>\n", ("", "Yes. é")),
+        ("", "<think>so</think><response>a b", ("so", "a b")),
+        ("", "Yes.", ("", "Yes.")),
+    ),
+)
+def test_tags_of_the_answer_are_dropped(tmp_path, special, prompt, answer, want):
+    """ERNIE 4.5 Thinking."""
+    tokenizer = make_tokenizer(tmp_path, TAGGED, special)
+    for end in ("", EOS):
+        assert parts(ask(tokenizer, f"why?{prompt}", answer + end)[0]) == want
+
+
 # Harmony ------------------------------------------------------------------------------------------
 
 ASKED = "<|start|>user<|message|>why?<|end|><|start|>assistant"

@@ -18,7 +18,9 @@ from tool_calls.formats import (
     GlmParser,
     HarmonyParser,
     HermesParser,
+    MiniMaxParser,
     MistralParser,
+    PythonicParser,
     QwenCoderParser,
     TextPiece,
 )
@@ -56,6 +58,15 @@ GEMMA = (
     "<tool_call|>"
 )
 GEMMA_NOW = "<|tool_call>call:now{}<tool_call|>"
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n'
+    '<parameter name="city">Zürich "ZH" {x</parameter>\n<parameter name="days">3</parameter>\n'
+    '<parameter name="place">{"a": [1, {"b": null}]}</parameter>\n</invoke>\n'
+)
+MINIMAX_NOW = '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+PYTHONIC = (
+    """<|tool_call_start|>[weather(city='Zürich "ZH" {x', days=3, place={'a': [1, {"b": None}]})"""
+)
 HARMONY = (
     "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
     f"to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
@@ -112,6 +123,10 @@ CASES = (
     (MistralParser, f"Let me see.{MISTRAL_NEW}[TOOL_CALLS]now[ARGS]{{}}"),
     (MistralParser, f"Let me see.[TOOL_CALLS]weather{json.dumps(CITY)}[TOOL_CALLS]now{{}}"),
     (GemmaParser, f"Let me see.{GEMMA}{GEMMA_NOW}"),
+    (MiniMaxParser, f"Let me see.\n\n{MINIMAX}{MINIMAX_NOW}"),
+    (PythonicParser, f"Let me see.{PYTHONIC}, now()]<|tool_call_end|>"),
+    (PythonicParser, f"Let me see.{PYTHONIC}]<|tool_call_end|><|tool_call_start|>[now()]"),
+    (PythonicParser, f'Let me see.<|tool_call_start|>{MISTRAL}{{"name": "now"}}]<|tool_call_end|>'),
 )
 
 
@@ -178,6 +193,8 @@ LOOKALIKES = (
     (MistralParser, "[TOOL_CALLS] is a marker, [TOOL_CALLS"),
     (MistralParser, '[TOOL_CALLS] [1, 2] and {"name": 3}'),
     (GemmaParser, "<|tool_call> calls, <|tool_call>call:me{maybe"),
+    (MiniMaxParser, '<minimax:tool_call> is a tag, <invoke name= too, <invoke name="a b">'),
+    (PythonicParser, "<|tool_call_start|>[see (below)]<|tool_call_end|> and <|tool_call_start"),
 )
 
 
@@ -189,7 +206,8 @@ def test_text_that_only_looks_like_a_call_is_text(format, answer):
 
 @pytest.mark.parametrize("format", FORMATS[1:])
 def test_spelled_markers_are_text_if_the_markers_are_control_tokens(format):
-    answer = next(answer for f, answer in CASES if f is format).replace("<function=", "<f=")
+    answer = next(answer for f, answer in CASES if f is format)
+    answer = answer.replace("<function=", "<f=").replace("<invoke", "<i")  # openers without a token
     marker = lambda name: MARK + name if name in format.tokens else name  # noqa: E731
     for seed in range(4):
         assert parse(format, cut(answer, seed), marker) == (answer, "", [])
@@ -211,6 +229,12 @@ def test_a_cut_answer_never_fails(format, answer):
     (
         (QwenCoderParser, "<function=weather>\n<parameter=city>Rom</parameter>\n<parameter=da"),
         (GlmParser, "<tool_call>weather\n<arg_key>city</arg_key><arg_value>Rom</arg_value><arg_k"),
+        (
+            MiniMaxParser,
+            '<invoke name="weather"><parameter name="city">Rom</parameter>\n<parameter na',
+        ),
+        (PythonicParser, "<|tool_call_start|>[weather(city='Rom', da"),
+        (PythonicParser, "<|tool_call_start|>[weather(city='Rom', zip='0"),
     ),
 )
 def test_the_beginning_of_an_argument_is_no_text(format, call):
@@ -336,6 +360,8 @@ ROME_3 = ["weather", {"city": "Rom", "days": 3}]
 NOW = ["now", {}]
 ROME_CODER = "<tool_call>\n<function=weather>\n<parameter=city>\nRom"
 ROME_GLM = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom"
+ROME_MINIMAX = '<minimax:tool_call><invoke name="weather"><parameter name="city">Rom'
+ROME_PYTHON = "<|tool_call_start|>[weather(city='Rom"
 TAGS = "</parameter>, <parameter=x>, </function>, </arg_value>, <arg_key>k</arg_key>, </tool_call>!"
 FAULTS = {
     HermesParser: (
@@ -441,6 +467,60 @@ FAULTS = {
         ),
         ("<|tool_call>call:now{n:NaN}<tool_call|>", [["now", {"n": "NaN"}]]),
     ),
+    MiniMaxParser: (
+        (f'{ROME_MINIMAX}<parameter name="days">3</parameter></invoke>', [ROME_3]),
+        (f"{ROME_MINIMAX}</parameter><parameter name=days>3</minimax:tool_call>", [ROME_3]),
+        (f"{ROME_MINIMAX}</invoke></minimax:tool_call>", [ROME]),
+        (f"{ROME_MINIMAX}</parameter></invoke>{MINIMAX_NOW}", [ROME, NOW]),
+        (ROME_MINIMAX, [ROME]),
+        ("<invoke name='weather'><parameter name='city'>Rom</parameter></invoke>", [ROME]),
+        (
+            '<minimax:tool_call>{"name": "weather", "arguments": {"city": "Rom"}}'
+            "</minimax:tool_call>",
+            [ROME],
+        ),
+        (
+            f"{ROME_MINIMAX[:-3]}<invoke> & </param></parameter></invoke></minimax:tool_call>",
+            [["weather", {"city": "<invoke> & </param>"}]],
+        ),
+    ),
+    PythonicParser: (
+        (f"{ROME_PYTHON}', days=3)]<|tool_call_end|>", [ROME_3]),
+        (f"{ROME_PYTHON}', days=3)<|tool_call_end|>", [ROME_3]),
+        (f"{ROME_PYTHON}', days=3]<|tool_call_end|>", [ROME_3]),
+        (f"{ROME_PYTHON}', days=3", [ROME_3]),
+        (f"{ROME_PYTHON}', 'days': '3',)]<|tool_call_end|>", [ROME_3]),
+        (f"{ROME_PYTHON})]<|tool_call_end|>", [ROME]),
+        (f"{ROME_PYTHON}", [ROME]),
+        (f"{ROME_PYTHON}'), now()]<|tool_call_end|>", [ROME, NOW]),
+        (
+            f"{ROME_PYTHON}']<|tool_call_end|><|tool_call_start|>[now()]<|tool_call_end|>",
+            [ROME, NOW],
+        ),
+        ("<|tool_call_start|>weather(city=Rom, days = 3)<|tool_call_end|>", [ROME_3]),
+        ("<|tool_call_start|>[weather('Rom', 3)]<|tool_call_end|>", [ROME_3]),
+        ("<|tool_call_start|>[weather({'city': 'Rom', 'days': 3})]<|tool_call_end|>", [ROME_3]),
+        ("<|tool_call_start|>[weather(city=]<|tool_call_end|>", [["weather", {}]]),
+        ("<|tool_call_start|>[now(oops oops)]<|tool_call_end|>", [NOW]),
+        ('<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rom"}}]', [ROME]),
+        ("<|tool_call_start|>[now(", [NOW]),
+        (
+            "<|tool_call_start|>[now(a=(1, 2), b=[1e999], c=NaN, d='')]",
+            [["now", {"a": [1, 2], "b": ["1e999"], "c": "NaN", "d": ""}]],
+        ),
+        (
+            "<|tool_call_start|>[weather(city='it's \\'so\\', \\u00fc(x)\\n', zip='01234')]",
+            [["weather", {"city": "it's 'so', ü(x)\n", "zip": "01234"}]],
+        ),
+        (
+            '<|tool_call_start|>[weather(city="""a "b")\nc""", zip=01234)]<|tool_call_end|>',
+            [["weather", {"city": 'a "b")\nc', "zip": "01234"}]],
+        ),
+        (
+            "<|tool_call_start|>[now(code='print('a')', d={'k': 'v]', \"l\": [True, None]})]",
+            [["now", {"code": "print('a')", "d": {"k": "v]", "l": [True, None]}}]],
+        ),
+    ),
 }
 FAULT_CASES = [(format, *case) for format, cases in FAULTS.items() for case in cases]
 
@@ -490,6 +570,7 @@ PIECES = [
     *("</", "\\u12", "-0.5", "1e999", "NaN", "True", "weather", "now", "city", '"name": "now", '),
     *('{"name": "now"}', "call:", "call:weather{", "to=functions.weather", "```json", "<function="),
     *("<parameter=city>", "</parameter>", "<function=now>", "</function>", "http://a/b?c=1,2"),
+    *('<parameter name="city">', '<invoke name="now">', "</invoke>", "now(", "city='", "days=3, "),
 ]
 
 

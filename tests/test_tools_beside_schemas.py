@@ -95,7 +95,7 @@ def test_calls_of_gpt_oss_stand_outside_of_the_answer(tmp_path):
 
 @pytest.mark.parametrize("choice", ("required", FORCED))
 def test_a_forced_call_has_no_answer(tmp_path, choice):
-    for template, constrained in ((HERMES, True), (CODER, False)):
+    for template, constrained in ((HERMES, True), (CODER, True), (GEMMA, False)):
         tokenizer = make_tokenizer(tmp_path, (), True, template)
         both = grammar_of(tokenizer, tool_choice=choice, response_format=FORMAT)
         assert both == grammar_of(tokenizer, tool_choice=choice)

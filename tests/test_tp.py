@@ -690,16 +690,19 @@ def test_shards_have_groups_that_divide_them(arch, mode, ranks, groups):
     along_rows=st.booleans(),
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     times=st.integers(1, 3),
+    gates=st.integers(0, 15),
     experts=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
 def test_a_shard_whose_edges_lie_within_groups(
-    format, ranks, along_rows, counts, times, experts, seed
+    format, ranks, along_rows, counts, times, gates, experts, seed
 ):
     """Read, regrouped and unpacked: the same numbers as unpacked, then sharded."""
     row = FORMATS[format]
     least, width = max(16, row.min_group), 256 if row.min_group > 64 else 192
     segments = tuple((n * ranks, least * times) for n in counts)
+    if gates and not along_rows:  # rows of a last block that is not full, beside whole blocks
+        segments = (ranks, 256), (gates * ranks, 1)
     length = sum(count * size for count, size in segments)
     lead = (experts,) if experts else ()
     shape = (*lead, 5, length) if along_rows else (*lead, length, width)
@@ -713,6 +716,7 @@ def test_a_shard_whose_edges_lie_within_groups(
     local = tp.sharded_format({"modules": {f"{path}2": spec}}, table, ranks)["modules"]
     smaller = local[f"{path}2"]["group_size"]
     assert smaller % row.min_group == 0 and group % smaller == 0
+    assert smaller == group or along_rows or not gates
     regrouping = Regrouping(row, shape, group, smaller)
     for rank in range(ranks):
         slices, mine = tp.shard_slices(shape, shard, rank, ranks), {}

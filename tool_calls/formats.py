@@ -21,6 +21,7 @@ from tool_calls.parser import (
     MARK,
     MAX_HEAD,
     NAME,
+    ArgumentTags,
     CallParser,
     CallPiece,
     Piece,
@@ -29,6 +30,7 @@ from tool_calls.parser import (
     ValueReader,
     beginnings,
 )
+from tool_calls.pythonic import PythonicParser
 
 __all__ = [
     "FORMATS",
@@ -40,8 +42,10 @@ __all__ = [
     "GlmParser",
     "HarmonyParser",
     "HermesParser",
+    "MiniMaxParser",
     "MistralParser",
     "Piece",
+    "PythonicParser",
     "QwenCoderParser",
     "TextPiece",
     "find_format",
@@ -124,10 +128,15 @@ class TaggedParser(CallParser):
 
 
 class QwenCoderParser(TaggedParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    function, parameter: the beginnings of the tags of a call and of an argument.
+    """
 
     in_template = "<function="
     tokens = ("<tool_call>", "</tool_call>")
+    function: ClassVar[str] = "<function="
+    parameter: ClassVar[str] = "<parameter="
     openers = ("<tool_call>", "<function=")  # some answers lack the first
     closer = "</tool_call>"
     value_end = "</parameter>"
@@ -137,23 +146,29 @@ class QwenCoderParser(TaggedParser):
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         return "<tool_call>\n<function=" + (f"{name}>\n" if name else "")
 
+    @classmethod
+    def argument_tags(cls) -> ArgumentTags:
+        tags = "<parameter=", ">\n", "\n</parameter>\n"
+        return ArgumentTags(">\n", *tags, "</function>\n</tool_call>")
+
     def value_stop(self) -> re.Pattern:
         opener, closer = (re.escape(self.marker(name)) for name in self.tokens)
+        key, begin, end = rf"{self.parameter}[^>\n]{{1,200}}[>\n]", self.function, self.call_end
         return re.compile(
-            rf"</parameter>(?=\s{{0,99}}(?:</function>|<parameter=[^>\n]{{1,200}}[>\n]|{closer}))"
-            r"|(?=<parameter=(?P<key>[^>\n]{1,200})[>\n])"
-            rf"|(?=</function>\s{{0,99}}(?:{closer}|{opener}|<function=))"
-            rf"|(?={closer}\s{{0,99}}(?:{opener}|<function=))|(?={opener}\s{{0,99}}<function=)"
+            rf"{self.value_end}(?=\s{{0,99}}(?:{end}|{key}|{closer}))"
+            rf"|(?={self.parameter}(?P<key>[^>\n]{{1,200}})[>\n])"
+            rf"|(?={end}\s{{0,99}}(?:{closer}|{opener}|{begin}))"
+            rf"|(?={closer}\s{{0,99}}(?:{opener}|{begin}))|(?={opener}\s{{0,99}}{begin})"
         )
 
     def call(self) -> Reader:
         opener, closer = (self.marker(name) for name in self.tokens)
-        start = "<function=" if self.opener == opener else ""
+        start = self.function if self.opener == opener else ""
         if start and (yield from self.begins_with("{", "[")):
             return (yield from self.json_calls())
-        # Some answers lack the bracket, or have quotes.
+        # Some answers lack the bracket, or have quotes where the format has none.
         head = rf"\s*{start}[\"']?({NAME})[\"']?(?:>|[ \t]*(?=\n))\s*"
-        follows = ("<parameter=", "</function>", closer, opener, "<function=", "{")
+        follows = (self.parameter, self.call_end, closer, opener, self.function, "{")
         whole = rf"{head}(?:{beginnings(*follows)})?"
         match = yield from self.expect(
             rf"{head}(?={'|'.join(map(re.escape, follows))})",
@@ -167,7 +182,7 @@ class QwenCoderParser(TaggedParser):
         self.buffer = self.buffer[match.end() :]
         if self.buffer.startswith("{"):
             complete = yield from self.json_arguments()
-            yield from self.skip_closer("</function>")
+            yield from self.skip_closer(self.call_end)
         elif complete := (yield from self.parameters()):
             self.end_arguments()
         if complete:
@@ -175,16 +190,18 @@ class QwenCoderParser(TaggedParser):
         return True
 
     def ends(self) -> tuple[str, ...]:
-        return "</function>", *super().ends()
+        return self.call_end, *super().ends()
 
     def parameters(self) -> Reader:
         """Read parameters up to the function's end; return False if the text ends inside of one."""
         opener, closer = (self.marker(name) for name in self.tokens)
-        start = r"\s*<parameter=([^>\n]+)(?:>|(?=\n))"
-        end = rf"\s*(?:</function>|(?={re.escape(closer)}))"
-        tags = beginnings("<parameter=", "</function>", opener, closer)
+        start = rf"\s*{self.parameter}([^>\n]+)(?:>|(?=\n))"
+        end = rf"\s*(?:{self.call_end}|(?={re.escape(closer)}))"
+        tags = beginnings(self.parameter, self.call_end, opener, closer)
         while True:
-            match = yield from self.expect(f"{start}|{end}", rf"\s*(<parameter=[^>\n]*|{tags})?")
+            match = yield from self.expect(
+                f"{start}|{end}", rf"\s*({self.parameter}[^>\n]*|{tags})?"
+            )
             if not match:
                 return self.ends_cleanly()
             self.buffer = self.buffer[match.end() :]
@@ -195,6 +212,30 @@ class QwenCoderParser(TaggedParser):
             if value is None:
                 return False
             self.add_argument(key, value.removeprefix("\n").removesuffix("\n"))
+
+
+class MiniMaxParser(QwenCoderParser):
+    """MiniMax-M2: `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
+
+    One pair of `<minimax:tool_call>` tags is around all calls of an answer.
+    """
+
+    in_template = "<minimax:tool_call>"
+    tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
+    function = "<invoke name="
+    parameter = "<parameter name="
+    openers = ("<minimax:tool_call>", "<invoke name=")
+    closer = "</minimax:tool_call>"
+    call_end = "</invoke>"
+
+    @classmethod
+    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
+        return '<minimax:tool_call>\n<invoke name="' + (f'{name}">\n' if name else "")
+
+    @classmethod
+    def argument_tags(cls) -> ArgumentTags:
+        tags = '<parameter name="', '">', "</parameter>\n"
+        return ArgumentTags('">\n', *tags, "</invoke>\n</minimax:tool_call>")
 
 
 class GlmParser(TaggedParser):
@@ -217,6 +258,11 @@ class GlmParser(TaggedParser):
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         return "<tool_call>" + (name or "")
+
+    @classmethod
+    def argument_tags(cls) -> ArgumentTags:
+        tags = "\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"
+        return ArgumentTags("", *tags, "\n</tool_call>")
 
     def value_stop(self) -> re.Pattern:
         opener, closer, key, key_end, value, value_end = self.patterns()
@@ -468,6 +514,8 @@ class HarmonyParser(CallParser):
 FORMATS: tuple[type[CallParser], ...] = (
     HarmonyParser,
     GemmaParser,
+    PythonicParser,
+    MiniMaxParser,
     QwenCoderParser,
     GlmParser,
     MistralParser,

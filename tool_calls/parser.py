@@ -55,6 +55,23 @@ class CallPiece(NamedTuple):
 Piece = TextPiece | CallPiece
 
 
+class ArgumentTags(NamedTuple):
+    """How a call is written whose arguments are no JSON object.
+
+    before, between, after: texts around the key and the value of an argument. after_name, end:
+    texts before and after all arguments. New lines in all but `between` are optional.
+    is_text: a value that may be a text has no quotes. Other values are JSON.
+    """
+
+    after_name: str
+    before: str
+    between: str
+    after: str
+    end: str
+    separator: str = ""
+    is_text: bool = True
+
+
 class CallParser:
     """Splits an answer into text and tool calls. Text that only looks like a call is text.
 
@@ -96,6 +113,11 @@ class CallParser:
 
         None: the arguments are not JSON.
         """
+        return None
+
+    @classmethod
+    def argument_tags(cls) -> ArgumentTags | None:
+        """Return how arguments are written that are not JSON; None if no grammar is known."""
         return None
 
     @classmethod
@@ -225,8 +247,11 @@ class CallParser:
 
     def add_argument(self, key: str, text: str) -> None:
         """Add one argument, whose value is text: another type if the schema accepts no text."""
+        self.add_value(key, typed_value(text.replace(MARK, ""), self.schema.at(key)))
+
+    def add_value(self, key: str, value: Any) -> None:
+        """Add one argument."""
         key = key.replace(MARK, "")
-        value = typed_value(text.replace(MARK, ""), self.schema.at(key))
         start = ", " if self.arguments else "{"
         self.arguments.append(key)
         self.add_arguments(f"{start}{to_json(key)}: {to_json(value)}")
