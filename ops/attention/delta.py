@@ -321,12 +321,11 @@ def delta_tokens(
     """
     (B, T, _), (H, CK, CV), (N, W) = qkvz.shape, state.shape[1:], weights[0].shape
     M, of_channels = pending[1].shape[1], len(gates) > 1
-    beside = (0, H) if of_channels else (H * CV, 2 * H)  # the gate in qkvz, numbers of ba
-    for name, tensor, width in zip(("a", "output"), gates[1:], (H * CK, H * CV), strict=False):
-        check_shapes(**{name: (tensor, (B, T, width))})
+    if of_channels:
+        check_shapes(a=(gates[1], (B, T, H * CK)), output=(gates[2], (B, T, H * CV)))
     check_shapes(
-        qkvz=(qkvz, (B, T, 2 * key_heads * CK + H * CV + beside[0])),
-        ba=(gates[0], (B, T, beside[1])),
+        qkvz=(qkvz, (B, T, 2 * key_heads * CK + (1 if of_channels else 2) * H * CV)),
+        ba=(gates[0], (B, T, H if of_channels else 2 * H)),
         positions=(positions, (B, T)),
         inputs=(pending[0], (len(state), W - 1 + M, N)),
         norm=(weights[3], (CV,)),
