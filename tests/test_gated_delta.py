@@ -190,7 +190,9 @@ def test_the_kernels_compile_for_an_h200():
         if name.startswith("_update"):  # the state is loaded before the wait
             assert counts["ahead"] >= 8
         # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers.
-        assert counts["instructions"] < 2000 and counts["barriers"] < 20, (name, counts)
+        # Decays of channels are a product more for each number of the state.
+        most = 2300 if "of channels" in name else 2000
+        assert counts["instructions"] < most and counts["barriers"] < 20, (name, counts)
     for name in ("_solve_chunk", "_scan_chunks"):
         counts = found.pop(name)
         assert counts["products"] and counts["shared"] <= 227 << 10, name
