@@ -23,7 +23,7 @@ from models import args_of_checkpoint
 from offload.plan import OffloadPlan, make_plan
 from ops.plain.attention import BLOCK
 from parallel import process_group
-from runtime.fused_layer import fused_layers
+from runtime.kernel_choice import count_fused
 from runtime.memory import free_gpu_memory, free_host_memory
 from runtime.weights import bytes_per_token
 
@@ -105,7 +105,7 @@ def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> P
     setup, sizes = choice.setup, choice.setup.sizes
     model, card, fused = sizes.typed_model, place.card, 0
     if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
-        fused = len(fused_layers(model))
+        fused = count_fused(model)
     experts, copied = None, 0
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))

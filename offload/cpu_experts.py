@@ -26,6 +26,7 @@ from torch import Tensor
 
 from formats import FORMATS, PLAIN
 from formats.base import Parts
+from ops.cpu import usable_cores
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "weights", "products"))
@@ -201,15 +202,6 @@ def use_huge_pages(memory: Tensor) -> None:
         size = memory.data_ptr() + memory.nbytes - begin
         if size > 0:  # a kernel without such pages refuses, which does no harm
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
-
-
-def usable_cores() -> int:
-    """Return how many cores the process may use, in a container with a quota too."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU, of a period: version 2
-    found = quota.read_text().split() if quota.exists() else ["max"]
-    return cores if found[0] == "max" else max(1, min(cores, int(found[0]) // int(found[1])))
 
 
 class CPUThreads:

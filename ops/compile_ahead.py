@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from ops.cpu import usable_cores
 from ops.gpu import Gpu, found
 from ops.launch import Kernel, collect_only, triton
 
@@ -150,8 +151,7 @@ def main() -> None:
     tasks = given["tasks"]
     for name in {json.loads(task)["kernel"][0] for task in tasks}:
         importlib.import_module(name)  # once, and not in each process
-    cores = len(os.sched_getaffinity(0))  # this process's, which may be fewer than the machine's
-    workers = max(1, min(len(tasks), cores - LEAVE_FREE))
+    workers = max(1, min(len(tasks), usable_cores() - LEAVE_FREE))
     fork = multiprocessing.get_context("fork")
     fork.Process(target=CudaUtils).start()  # C code, as in `compile_task`; in the pool it ended all
     with ProcessPoolExecutor(workers, fork) as pool:

@@ -1,8 +1,8 @@
 """What a family's classes add to model.py's, as the fused kernels compute it.
 
-A class of models/ or tp.py that changes `model.Attention`, `MoE`, `AddNorm`, `Experts` or `RMSNorm`
-returns one of these from `fused_decode_settings`; None: no kernel computes it. An unknown field
-raises TypeError, and an unknown activation ValueError.
+A class of models/ or tp.py that changes `model.Attention`, `MoE`, `FeedForward`, `AddNorm`,
+`Experts` or `RMSNorm` returns one of these from `fused_decode_settings`; None: no kernel computes
+it. An unknown field raises TypeError, and an unknown activation ValueError.
 """
 
 from dataclasses import dataclass
@@ -99,6 +99,13 @@ class ExpertAdditions:
     shared: nn.Module | None = None  # a FeedForward that every token uses
     shared_gate: nn.Module | None = None  # a Linear [1, D], whose sigmoid weighs `shared`
     latent: tuple[nn.Module, nn.Module] | None = None  # Linears before and after the experts
+
+
+@dataclass(frozen=True)
+class FeedForwardAdditions:
+    """What a dense FFN has in place of that of `model.FeedForward`."""
+
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,25 @@ class FusedRunner(CompiledRunner):
         context = Context(rope, positions=tokens, last=tokens[:, 0])
         for layer in self.layers.values():
             if layer.experts.takes_tokens(T):
-                layer.forward(x, context, layer.attention.empty_heads, reach)
+                layer.forward(x, context, partial(self.launch_core, layer), reach)
         if self.head is not None and rows <= self.max_tokens:
             self.head.forward(x[:rows])
+
+    @staticmethod
+    def launch_core(
+        layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
+    ) -> Tensor:
+        """Launch the kernels that a recurrent layer's `core` has in eager code: for prompts.
+
+        It writes a state, which is one of its own here. Other layers have none in their `core`.
+        """
+        if hasattr(attention, "make_state"):
+            kept, attention.state = attention.state, attention.make_state(len(projected), projected)
+            try:
+                run_core(attention, projected, context)
+            finally:
+                attention.state = kept
+        return layer.attention.empty_heads(attention, projected, context)
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -170,11 +186,13 @@ class FusedRunner(CompiledRunner):
             return None
         x, rope = launch()
         context = Context(rope, positions=span)
+        # `last` is not known yet. Any tensor stands for it: without one, kernels are others.
+        checked = context._replace(last=span[:, 0])
         for layer in self.layers.values():
             attention = layer.attention.attention
-            if getattr(attention, "reads_masks", True) and not attention.takes(x, context):
+            if getattr(attention, "reads_masks", True) and not attention.takes(x, checked):
                 return None
-            if not self.runs_layer(layer, x, context):
+            if not self.runs_layer(layer, x, checked):
                 return None
         return x, x, context
 
@@ -245,7 +263,7 @@ class FusedRunner(CompiledRunner):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             return True
         core, rows = layer.attention.empty_heads, x.flatten(0, 1)
-        key = id(layer), tuple(context.positions.shape), self.reach
+        key = id(layer), tuple(context.positions.shape), self.reach, context.last is None
         return self.runs(key, lambda: layer.forward(rows, context, core, self.reach))
 
     def runs(self, key: Hashable, launch: Callable) -> bool:

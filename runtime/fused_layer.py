@@ -10,10 +10,10 @@
 ops/README.md lists all kernels, and which of them run when. Latent attention has three kernels
 between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
 compiled by Inductor. Shared experts become experts that every token chooses; in another format
-they have two more kernels, before gate_up. A family declares by
-`fused_decode_settings` what it adds to `model.Attention`, `model.MoE` or `model.AddNorm`; without
-it, a subclass has no kernels. Products of several tokens have kernels of their own:
-ops/products/few_tokens.py, ops/products/expert_tiles.py.
+they have two more kernels, before gate_up. A dense FFN is two products, with its activation
+between them. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
+`model.MoE`, `model.FeedForward` or `model.AddNorm`; without it, a subclass has no kernels.
+ops/products/few_tokens.py and ops/products/expert_tiles.py have products of several tokens.
 """
 
 from collections.abc import Callable
@@ -40,6 +40,7 @@ from ops.declared import (
     SWIGLU,
     BlockAdditions,
     ExpertAdditions,
+    FeedForwardAdditions,
     LatentAdditions,
     NoAdditions,
     Routing,
@@ -49,6 +50,7 @@ from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import down_few
 from ops.products.join import NormRouter, norm_router, norm_tokens
+from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
@@ -119,6 +121,22 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     return FusedLatentAttention(attention, added, None if wq is None else kernel_weight(wq))
 
 
+def multiply_ranges(
+    x: Tensor, norm: RMSNorm, weights: list[tuple[Weight, Tensor | None]]
+) -> Tensor:
+    """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
+
+    weights: as of `projection_weights`.
+    """
+    y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
+    parts = y.split([weight.out for weight, _ in weights], dim=1)
+    x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
+    for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):
+        early = n == 1  # then the kernel before the previous one, which writes x, has ended
+        dense.dense_product(x, weight, scale, bias=bias, out=part, early=early)
+    return y
+
+
 class FusedAttention:
     """The attention half of a block for a few tokens: norm, projections, core, residual sum.
 
@@ -148,14 +166,8 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
-        projected = x.new_empty(len(x), sum(weight.out for weight, _ in self.inputs))
-        parts = projected.split([weight.out for weight, _ in self.inputs], dim=1)
-        weight, eps = self.norm.weight, self.norm.eps
-        normed, norm = dense.norm_apart(x, weight, eps, self.inputs[0][0])
-        for n, ((weight, bias), part) in enumerate(zip(self.inputs, parts, strict=True)):
-            early = n == 1  # then the kernel before the previous one, which writes x, has ended
-            dense.dense_product(normed, weight, norm, bias=bias, out=part, early=early)
-        projected, attention = projected.view(*context.positions.shape, -1), self.attention
+        projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
+        projected = projected.view(*context.positions.shape, -1)
         if not hasattr(attention, "takes") or not attention.takes(projected, context):
             (plain,) = getattr(attention, "plain", (attention,))
             heads = core(plain, projected, context)
@@ -361,8 +373,37 @@ class NoExperts:
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
         """Return x after attention, as `FusedExperts.forward` returns its own."""
-        several = self.sum.all_reduce
+        several = self.before.all_reduce
         return several.fused_add(x, attended) if several else attended, None, None
+
+
+class FusedFeedForward(NoExperts):
+    """Stands for FusedExperts in a block with one dense FFN: norm, FFN, residual sum.
+
+        gate_up     norm of x, products            (ops/products/dense.py)
+        activation                                 (ops/products/prompt_rows.py)
+        down        product, plus residual         (ops/products/dense.py)
+
+    Raises ValueError for an FFN that the kernels do not compute.
+    """
+
+    def __init__(self, block: Block):
+        ffn, self.norm = block.ffn, block.ffn_norm
+        self.before, self.sum = ResidualSum(block.add_attention), ResidualSum(block.add_ffn)
+        self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
+        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.w13 = projection_weights(ffn.w13)
+        self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
+
+    def forward(
+        self, x: Tensor, attended: Tensor | None, last: Tensor | None
+    ) -> tuple[Tensor, None, None]:
+        """Return x after the FFN, as `FusedExperts.forward`. Padding has one, too."""
+        x, *_ = super().forward(x, attended, last)
+        h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
+        (weight, bias), several = self.w2, self.sum.all_reduce
+        y = dense.dense_product(h, weight, bias=bias, **self.sum.of_product(x))
+        return several.fused_add(x, y) if several else y, None, None
 
 
 def stacks_on(shared: Weight, weight: Weight) -> bool:
@@ -412,10 +453,11 @@ class FusedLayer:
 
     def __init__(self, block: Block, experts: type[FusedExperts] = FusedExperts):
         added = settings_of(block, Block, BlockAdditions)
-        if added.has_ffn and not isinstance(block.ffn, MoE):
-            raise ValueError("no kernels for an FFN without experts")
         self.attention = FusedAttention(block)
-        self.experts = experts(block) if added.has_ffn else NoExperts(block)
+        if isinstance(block.ffn, MoE):
+            self.experts = experts(block)
+        else:
+            self.experts = FusedFeedForward(block) if added.has_ffn else NoExperts(block)
 
     def forward(
         self, x: Tensor, context: Context, core, reach: int | None = None

@@ -23,7 +23,7 @@ from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gathe
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
-from runtime.fused_layer import FusedLayer, NoExperts
+from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
@@ -66,15 +66,17 @@ class PromptLayer:
     def __init__(self, block: Block, layer: FusedLayer):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             raise ValueError("several ranks sum by kernels of their own")
-        if isinstance(layer.experts, NoExperts):
-            raise ValueError("no kernels for a block without experts")
-        experts = block.ffn.experts
-        self.block, self.experts = block, layer.experts
+        if not isinstance(layer.experts, FusedExperts | FusedFeedForward):
+            raise ValueError("no kernels for a block without an FFN")
+        self.block, self.activation = block, layer.experts.activation
         self.attention = layer.attention.attention
-        self.resident = isinstance(experts, Experts)  # else in host memory
+        self.is_dense, self.resident = isinstance(layer.experts, FusedFeedForward), False
+        if not self.is_dense:
+            experts = block.ffn.experts
+            self.resident = isinstance(experts, Experts)  # else in host memory
+            self.routing = replace(layer.experts.routing, shared=0, gated=False)
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
-        self.routing = replace(layer.experts.routing, shared=0, gated=False)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
@@ -95,19 +97,22 @@ class PromptLayer:
             heads = gate_heads(heads, gate, attention.gate.activation)
         return attention.wo(heads.unsqueeze(0))
 
-    def run_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`MoE.forward` of normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
-        ffn, active = self.block.ffn, self.routing.active
+    def run_ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
+        ffn = self.block.ffn
+        if self.is_dense:
+            return ffn.w2(activate_rows(ffn.w13(x), self.activation)), None, None
         if not self.resident:
             return ffn(x)
+        active = self.routing.active
         indices, weights = route(ffn.router(x).float(), self.routing)
         given = ffn.expert_input(x)
         order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
         experts = None if w13.bias is None else indices.flatten()[order]
         both = w13.multiply_tokens(given, order, active, group_ends)
-        activation, columns = self.experts.activation, w2.columns(given)
-        hidden = activate_rows(both, activation, w13.bias, experts, columns)
+        columns = w2.columns(given)
+        hidden = activate_rows(both, self.activation, w13.bias, experts, columns)
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights
@@ -122,7 +127,7 @@ class PromptLayer:
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""
         x, h = self.add(0, x, self.attend(normed, context), self.block.ffn_norm)
-        y, *routing = self.run_experts(h.flatten(0, 1))
+        y, *routing = self.run_ffn(h.flatten(0, 1))
         return *self.add(1, x, y, next_norm), *routing
 
 

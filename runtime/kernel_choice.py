@@ -20,17 +20,15 @@ KERNELS = "auto", "fused", "inductor"  # --decode_kernels
 def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRunner]:
     """Return what runs a compiled model's calls.
 
-    kernels: of KERNELS. "auto": the fused ones if `why_not_fused` has nothing against them, and a
-    GPU has run them: a model whose `kernels_ran` is False has parts of which none has. A model may
-    have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An unknown name
-    raises ValueError.
+    kernels: of KERNELS. "auto": the fused ones if `why_not_auto` has nothing against them. A model
+    may have a `runner_class` and a `fused_runner_class` of its own (offload/plan.py). An unknown
+    name raises ValueError.
     """
     if kernels not in KERNELS:
         raise ValueError(f"decode_kernels {kernels!r}: it must be one of {', '.join(KERNELS)}")
     fused = kernels == "fused"
     if kernels == "auto":
-        has_kernels = why_not_fused(model, model.norm.weight.device) is None
-        fused = has_kernels and getattr(model, "kernels_ran", True)
+        fused = why_not_auto(model, model.norm.weight.device) is None
     return fused_runner(model) if fused else getattr(model, "runner_class", CompiledRunner)
 
 
@@ -50,6 +48,11 @@ def why_not_fused(model: Transformer, device: torch.device) -> str | None:
         return f"activations in {str(model.embedding.weight.dtype).removeprefix('torch.')}"
     if not gpu_of(device).runs_kernels:
         return str(gpu_of(device))
+    return why_not_computed(model)
+
+
+def why_not_computed(model: Transformer) -> str | None:
+    """Return why the kernels do not compute all layers with experts, on any GPU; None: they do."""
     if changed := changed_forms():
         return f"{', '.join(changed)} in model.py changed: see runtime/plain_forms.py"
     sparse = [n for n, block in enumerate(model.layers) if isinstance(block.ffn, MoE)]
@@ -61,10 +64,30 @@ def why_not_fused(model: Transformer, device: torch.device) -> str | None:
     return None if sparse else "no layer has experts"
 
 
+def why_never_ran(model: Transformer) -> str | None:
+    """Return that the model has parts whose kernels no GPU has run (`kernels_ran`), or None."""
+    return None if getattr(model, "kernels_ran", True) else "no GPU has run its kernels"
+
+
+def why_not_auto(model: Transformer, device: torch.device) -> str | None:
+    """Return why "auto" does not take the fused kernels on a device; None: it does."""
+    return why_not_fused(model, device) or why_never_ran(model)
+
+
+def count_fused(model: Transformer) -> int:
+    """Return in how many layers "auto" takes the fused kernels on a GPU that runs them.
+
+    model: it may be on the meta device.
+    """
+    if why_not_computed(model) or why_never_ran(model):
+        return 0
+    return len(fused_layers(model, fused_runner(model).make_layer))
+
+
 def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> str:
     """Return which kernels decode a token, and why not the fused ones."""
     if issubclass(runner_class, FusedRunner):
         layers = fused_layers(model, runner_class.make_layer)
         return f"fused ({len(layers)} of {len(model.layers)} layers)"
-    why = why_not_fused(model, model.norm.weight.device) or "the fused ones were not chosen"
+    why = why_not_auto(model, model.norm.weight.device) or "the fused ones were not chosen"
     return f"Inductor ({why})"

@@ -5,21 +5,29 @@
 CASE: as of gpu_launches.py. COUNT: how many kernels are compiled, those with the shortest source;
 0: all. Prints JSON: the kernels' names, how many were compiled ahead, at first and again, and the
 files that the launches themselves add to Triton's cache.
+
+    python tests/compile_ahead_without_gpu.py late CASE LAYERS ...
+
+Prints JSON: by case, the kernels of a first token and of short prompts, of the first LAYERS layers,
+that are not compiled ahead, and the functions that Inductor compiles for them.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.inductor_code import as_if_compiling, move_to_fake_gpu, pretend_gpu
-from ops import gpu
+from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
+from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
 from runtime.compile_ahead import compile_ahead
 from runtime.fused_decode import FusedRunner
-from tests.gpu_launches import become, make_model, operators_launch, set_up
+from tests.gpu_launches import become, ids, make_model, operators_launch, set_up
 
 
 def files() -> int:
@@ -27,28 +35,65 @@ def files() -> int:
     return sum(len(names) for _, _, names in os.walk(os.environ["TRITON_CACHE_DIR"]))
 
 
-def session_tasks(case: str) -> list[str]:
-    """Return the launches of one token, of several sequences, and of short prompts."""
-    model = make_model(case, 1)
-    with FakeTensorMode(), torch.no_grad(), operators_launch(), as_if_compiling():
+@contextmanager
+def fake_runner(case: str, layers: int) -> Iterator[FusedRunner]:
+    """Within, a model's first layers are on the fake GPU, with caches."""
+    model = make_model(case, layers)
+    with FakeTensorMode(), torch.no_grad(), operators_launch():
         move_to_fake_gpu(model)
         set_up(model, 640, "plain")
-        runner = FusedRunner(model)
+        yield FusedRunner(model)
 
-        def launch() -> None:
-            for reach in runner.reaches(1, 640):
-                runner.launch_all(1, 1, reach)
-            runner.launch_all(4, 1)
-            for size in runner.short_chunks:
-                runner.launch_all(1, size)
 
-        return collect(launch)
+def ahead_of(runner: FusedRunner) -> list[str]:
+    """Return the launches of one token, of several sequences, and of short prompts."""
+
+    def launch() -> None:
+        for reach in runner.reaches(1, 640):
+            runner.launch_all(1, 1, reach)
+        runner.launch_all(4, 1)
+        for size in runner.short_chunks:
+            runner.launch_all(1, size)
+
+    return collect(launch)
+
+
+def session_tasks(case: str, layers: int = 1) -> list[str]:
+    with fake_runner(case, layers) as runner:
+        return ahead_of(runner)
+
+
+def late(case: str, layers: int) -> list[str]:
+    """Return what a first token and short prompts need that `ahead_of` has not."""
+    found: list[str] = []
+
+    def by_inductor(function: Callable, **_) -> Callable:
+        found.append(f"{function.__name__}, by Inductor")
+        return function
+
+    with fake_runner(case, layers) as runner, ExitStack() as stack:
+        known = set(ahead_of(runner))
+        stack.enter_context(mock.patch.object(torch, "compile", by_inductor))
+        stack.enter_context(mock.patch.object(inductor, "configure_inductor", lambda: None))
+
+        def run() -> None:
+            for shape in ((1, 1), (4, 1), *((1, size) for size in runner.short_chunks)):
+                reaches = runner.reaches(1, 640) if shape == (1, 1) else [None]
+                for runner.reach in reaches:
+                    runner.model(ids(*shape), ids(*shape), ids(shape[0]), runner=runner)
+
+        tasks = [task for task in collect(run) if task not in known]
+    return [*found, *(kernel_of(task).__name__ for task in tasks)]
 
 
 def main() -> None:
-    case, count = sys.argv[1], int(sys.argv[2])
     pretend_gpu()
     become("sm_90")
+    if sys.argv[1] == "late":
+        cases = zip(sys.argv[2::2], map(int, sys.argv[3::2]), strict=True)
+        print(json.dumps({case: late(case, layers) for case, layers in cases}))
+        return
+    case, count = sys.argv[1], int(sys.argv[2])
     tasks = session_tasks(case)
     for task in tasks:  # what a helper reads is what was noted
         given = json.loads(task)["args"]

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from unittest import mock
 
@@ -416,7 +416,17 @@ LAYERS = {
     ),
     "ernie4_5_moe": (Ernie4_5MoeArgs, SMALL | dict(shared_intermediate=2 * 64)),
 }  # arguments by family
+# One layer of attention and a dense FFN, small; the last two are of families that have them.
+DENSE = dict(n_layer=1, dim=64, n_head=2, n_kv_head=1, dense_layers=(0,), dense_intermediate=128)
+DENSE |= dict(full_layers=(0,), mixer_layers=())
 NEVER_PACKED = ".router", ".shared_gate"
+
+
+def arguments_of(family: str, dense: bool = False) -> dict:
+    """Return a family's arguments. dense: of one layer with a dense FFN."""
+    kind, own = LAYERS[family]
+    names = {each.name for each in fields(kind)}
+    return own | {name: DENSE[name] for name in names & DENSE.keys()} if dense else own
 
 
 def in_ranges(module: Linear, format: str, group: int) -> RowRanges:
@@ -432,18 +442,17 @@ def in_ranges(module: Linear, format: str, group: int) -> RowRanges:
 
 
 def small_model(
-    family: str, format: str, batch: int = 1, ranges: bool = False, **changes
+    family: str, format: str, batch: int = 1, ranges: bool = False, dense: bool = False, **changes
 ) -> Transformer:
     """Return a family's model with random weights in a format, and fp16 beside.
 
     Groups are those of a checkpoint: experts' second products have smaller ones than their first.
     format: "q4_0+q8_0" has shared experts in the second one. ranges: projections of attention's
-    input are in ranges of rows.
+    input, and of a dense FFN's, are in ranges of rows. dense: as of `arguments_of`.
     """
     torch.manual_seed(0)
     main, _, shared = format.partition("+")
-    kind, arguments = LAYERS[family]
-    args = kind(family, **arguments | changes)
+    args = LAYERS[family][0](family, **arguments_of(family, dense) | changes)
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
@@ -454,7 +463,7 @@ def small_model(
             group = FORMATS[own].default_group(module.weight.shape[-1])
             if own == main and path in planned:
                 group = planned[path]["group_size"]
-            make = in_ranges if ranges and ".attention.wqkv" in path else packed
+            make = in_ranges if ranges and path.endswith((".wqkv", ".ffn.w13")) else packed
             model.set_submodule(path, make(module, own, group))
     model.half()
     model.setup_cache(batch, 128)
@@ -479,14 +488,15 @@ def layer_errors(
     last: list[int] | None = None,
     ratios: tuple[float, ...] = (0, 99),
     ranges: bool = False,
+    dense: bool = False,
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
-    ranges: as of `small_model`.
+    ranges, dense: as of `small_model`.
     """
-    model = small_model(family, format, batch, ranges)
+    model = small_model(family, format, batch, ranges, dense)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)
@@ -549,7 +559,7 @@ def block_error(block: Block, x: Tensor, context: Context) -> dict[str, float]:
     padding = got.view_as(x)[~real]
     assert padding.isfinite().all()  # its keys and values are masked: multiplied by 0
     got, added = got.view_as(x)[real], (want - x)[real]
-    if routing[0] is None:  # a mixer alone
+    if routing[0] is None:  # no experts
         assert found == [None, None]
         routing = found = [torch.zeros(1), torch.ones(1)]
     return {
@@ -584,15 +594,16 @@ def shard_of(source: RandomWeights, rank: int, ranks: int) -> Transformer:
     return shard.model
 
 
-def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, float]:
+def sharded_error(
+    family: str, format: str, sends: bool = True, dense: bool = False
+) -> dict[str, float]:
     """Compare a layer's kernels on two ranks, one after the other, with the whole plain block.
 
-    sends: products send to both ranks. Otherwise the test adds what the ranks have computed.
+    sends: products send to both ranks. Otherwise the test adds what the ranks have computed. dense:
+    the layer has a dense FFN.
     """
-    kind, arguments = LAYERS[family]
-    args = kind(family, **arguments)
-    spec = plan_format(build_model(args), format, format, dtype="fp32")
-    source = ShardedWeights(args, spec)
+    args = LAYERS[family][0](family, **arguments_of(family, dense))
+    source = ShardedWeights(args, plan_format(build_model(args), format, format, dtype="fp32"))
     whole = shard_of(source, 0, 1)
     x, _, context = whole.begin(torch.tensor([[7]]), torch.tensor([[40]]))
     block, cache = whole.layers[0], whole.layers[0].attention.cache.kv
@@ -606,7 +617,11 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
     layers, sums, found, parts = [FusedLayer(rank) for rank in ranks], [], [], []
     inboxes = make_inboxes(2) if sends else [None, None]
 
+    rows = x[0]
+
     def add(x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
+        if x is rows:  # before a dense FFN: both ranks have sent attention's result
+            return receive_add(x, inboxes[len(found)], scale) if sends else x + scale * sum(parts)
         sums.append(x)
         if sends:  # received when both ranks have sent
             return partial(receive_add, x, inboxes[len(found)], scale)
@@ -626,16 +641,21 @@ def sharded_error(family: str, format: str, sends: bool = True) -> dict[str, flo
         inbox_of = lambda x: inboxes[len(found if len(parts) == 2 else parts)]  # noqa: E731
         stack.enter_context(mock.patch.object(tp, "inbox_of", inbox_of))
         for layer in layers:
-            parts.append(layer.attention.forward(x[0], context, core))
+            parts.append(layer.attention.forward(rows, context, core))
         assert (parts == [None, None]) == sends
         for layer, part in zip(layers, parts, strict=True):
             layer.experts.prepare()
-            found.append(layer.experts.forward(x[0], part, None))
+            found.append(layer.experts.forward(rows, part, None))
         if sends:
             got, other = (receive() for receive, *_ in found)
             assert got.equal(other)
         else:
             got = sums[0] + sum(y for y, *_ in found)
+    if routing[0] is None:  # no experts
+        found, routing = (
+            [(None, torch.zeros(1), torch.ones(1))] * 2,
+            [torch.zeros(1), torch.ones(1)],
+        )
     return {
         "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
         "cache": max(relative(*pair) for pair in zip(caches, heads, strict=True)),

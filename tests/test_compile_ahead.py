@@ -25,6 +25,16 @@ def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
     assert found["compiled"] > 0 and found["added"] == 0
 
 
+@pytest.mark.slow
+def test_a_first_token_compiles_nothing_late():
+    """Neither do short prompts. Layers of each kind: dense, with a window, recurrent."""
+    layers = {"Qwen3-30B-A3B:int4": 1, "gpt-oss-20b:mxfp4": 2, "GLM-4.7-Flash:int4": 2}
+    layers["Qwen3.6-35B-A3B:int4"] = 4
+    cases = [str(part) for case in layers.items() for part in case]
+    found = run_without_gpu("compile_ahead_without_gpu.py", "late", *cases)
+    assert found == {case: [] for case in layers}
+
+
 def test_a_kernel_that_does_not_compile_ends_no_other(tmp_path):
     """Its error is a class of ours, which cannot be pickled."""
     sizes = {"dim": 64, "rope": 32, "block": 48}  # Triton's blocks are powers of two

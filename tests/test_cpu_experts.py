@@ -16,7 +16,8 @@ from model import swiglu
 from models.gpt_oss import clamped_swiglu
 from models.layers.geglu import geglu
 from offload import cpu_experts
-from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, load_library, usable_cores
+from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, load_library
+from ops.cpu import usable_cores
 
 # x becomes integers of 16 bits, which is finer than any format, and than bf16.
 BOUND = 3e-4  # a fraction of the largest output

@@ -1129,8 +1129,9 @@ def test_one_token_of_a_delta_layer(last):
     ),
 )
 def test_a_long_prompt_by_kernels_is_the_plain_one(family, format, layers):
-    found = prompt_errors(family, format, layers, "cuda")
-    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+    for dense in (False, True):
+        found = prompt_errors(family, format, 1 if dense else layers, "cuda", dense=dense)
+        assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
 @torch.no_grad()

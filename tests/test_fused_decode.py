@@ -12,7 +12,6 @@ from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
-from models.layers.mixer_block import MixerBlock
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
@@ -22,8 +21,8 @@ from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
-from runtime.fused_layer import FusedLayer, NoExperts, fused_layers, stack
-from runtime.kernel_choice import choose_runner, describe_kernels, why_not_fused
+from runtime.fused_layer import FusedExperts, FusedLayer, NoExperts, fused_layers, stack
+from runtime.kernel_choice import choose_runner, count_fused, describe_kernels, why_not_fused
 from runtime.loading import check_decode_kernels
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
 from runtime.runner import CompiledRunner
@@ -56,12 +55,11 @@ def test_published_models_have_kernels_in_every_format(name):
         model = on_meta(name, mode)
         sparse = [block for block in model.layers if isinstance(block.ffn, MoE)]
         if name in REFUSED:
-            assert not fused_layers(model)
+            assert not set(sparse) & fused_layers(model).keys()
             with pytest.raises(ValueError, match=REFUSED[name]):
                 FusedLayer(sparse[0])
         else:
-            alone = sum(isinstance(block, MixerBlock) for block in model.layers)
-            assert sparse and len(fused_layers(model)) == len(sparse) + alone
+            assert sparse and len(fused_layers(model)) == len(model.layers)
             before = [describe_attention(layer) for layer in fused_layers(model).values()]
             fuse_decode_attention(model)  # as `load_model` does for 4-bit weights
             after = [describe_attention(layer) for layer in fused_layers(model).values()]
@@ -85,14 +83,19 @@ def test_kernels_are_described(monkeypatch):
         return describe_kernels(model, runner)
 
     hopper, old = KNOWN["sm_90"], KNOWN["sm_75"]
-    layers = len(on_meta("GLM-4.5-Air", "bf16").layers)
     for gpu in KNOWN.values():  # Turing has no PTX for bf16, which the kernels contain
         has_kernels = gpu.capability >= (8, 0)
         assert describe("GLM-4.5-Air", "int4", gpu).startswith("fused") == has_kernels
-    assert describe("GLM-4.5-Air", "bf16", hopper) == f"fused ({layers - 1} of {layers} layers)"
+    assert describe("GLM-4.5-Air", "bf16", hopper) == "fused (5 of 5 layers)"  # the first is dense
     assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
     assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
     assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
+    assert describe("LFM2-24B-A2B", "int4", hopper) == "fused (5 of 5 layers)"
+    lfm2 = on_meta("LFM2-24B-A2B", "int4")
+    assert choose_runner(lfm2, "auto") is CompiledRunner  # `kernels_ran` is False
+    assert describe_kernels(lfm2, CompiledRunner) == "Inductor (no GPU has run its kernels)"
+    assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 5
+    assert count_fused(on_meta("DeepSeek-V3", "bf16")) == 0  # its dense layers alone have some
     gemma = describe("gemma-4-26B-A4B", "bf16", hopper)
     assert gemma == "Inductor (layer 0: no kernels for SandwichAddNorm)"
 
@@ -269,15 +272,19 @@ MIXES = (
 )
 
 
+def sparse_layers(model) -> list[FusedExperts]:
+    layers = [layer.experts for layer in fused_layers(model).values()]
+    return [experts for experts in layers if isinstance(experts, FusedExperts)]
+
+
 @pytest.mark.parametrize(("name", "mode", "shared"), MIXES)
 def test_a_shared_expert_in_another_format_has_kernels(name, mode, shared):
     """One in the format of the others is stacked on them; of its gate the router has a row."""
     alike, mixed = on_meta(name, mode), on_meta(name, f"{mode}+{shared}")
     assert len(fused_layers(mixed)) == len(fused_layers(alike)) > 0
-    for layer in fused_layers(alike).values():
-        assert layer.experts.apart is None and layer.experts.routing.shared > 0
-    for layer in fused_layers(mixed).values():
-        experts = layer.experts
+    for experts in sparse_layers(alike):
+        assert experts.apart is None and experts.routing.shared > 0
+    for experts in sparse_layers(mixed):
         w13, w2 = experts.apart
         assert w13.out // 2 == w2.width and (w13.width, w2.out) == (w2.out, w13.width)
         assert experts.routing.shared == 0 and experts.takes_tokens(2)

@@ -120,12 +120,36 @@ def check_layers(*layers: tuple) -> None:
 
 
 def test_a_layer_is_the_blocks_own():
-    check_layers(("qwen3_moe", "int4"))
+    check_layers(("qwen3_moe", "int4"), dense("qwen3_moe", "int4"))
 
 
 def test_a_layer_of_experts_without_a_gate_is_the_blocks_own():
     """And a block of a mixer alone. The shared expert counts as two of the others."""
     check_layers(("nemotron_h", "int4"))
+
+
+def dense(*layer) -> tuple:
+    """Return the arguments of `layer_errors` for a layer with a dense FFN."""
+    family, format, batch, queries, last, ranges = [*layer, *(1, 1, None, False)[len(layer) - 2 :]]
+    return family, format, batch, queries, last, (0,), ranges, True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer",
+    (
+        ("glm4_moe_lite", "int8"),
+        ("deepseek_v2", "fp8b", 1, 3, (1,)),
+        ("qwen3_moe", "hqq4", 3, 1, (0, -1, 0)),
+        ("nemotron_h", "mxfp4", 1, 12, (10,)),  # its FFN has no gate
+        ("qwen3_moe", "int4", 1, 5, (3,)),
+        ("qwen3_moe", "q4_0", 1, 64, (60,)),
+        ("qwen3_moe", "q8_0", 1, 1, None, True),  # gate and up are ranges of rows
+        ("qwen3_moe", "int4", 1, 20, (18,), True),
+    ),
+)
+def test_dense_layers_are_the_blocks_own(layer):
+    check_layers(dense(*layer))
 
 
 @pytest.mark.slow
@@ -249,7 +273,7 @@ def test_the_sum_over_ranks_compiles_for_an_h200():
         assert not sums or counts["barriers"] == 0, (name, counts)
 
 
-def check_sharded(*layers: tuple[str, str] | tuple[str, str, bool]) -> None:
+def check_sharded(*layers: tuple) -> None:
     """Check layers of families in formats, on two ranks."""
     found = run({"cases": [], "sharded": layers}, TRITON_INTERPRET="1")["sharded"]
     for layer, errors in zip(layers, found, strict=True):
@@ -271,6 +295,11 @@ def test_two_ranks_add_what_the_block_of_other_families_does():
         ("qwen2_moe", "int4"),
         ("glm4_moe_lite", "int4"),
     )
+
+
+@pytest.mark.slow
+def test_two_ranks_add_what_a_dense_layer_does():
+    check_sharded(("qwen3_moe", "int4", True, True), ("qwen3_moe", "int4", False, True))
 
 
 @pytest.mark.slow

@@ -119,6 +119,12 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
     assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
+@pytest.mark.slow
+def test_two_chunks_of_a_long_prompt_in_a_dense_layer():
+    found = prompt_errors("qwen3_moe", FORMAT, 1, dense=True)
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
 @pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
 def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import ExpertLinear, Experts, Linear, group_by_expert
-from ops.declared import NoAdditions
+from ops.declared import RELU_SQUARED, FeedForwardAdditions, NoAdditions
 
 
 def relu_squared(up: Tensor, _: Tensor | None = None) -> Tensor:
@@ -52,3 +52,6 @@ class UngatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
         return self.w2(relu_squared(self.w13(x))), None, None
+
+    def fused_decode_settings(self) -> FeedForwardAdditions:
+        return FeedForwardAdditions(RELU_SQUARED)
