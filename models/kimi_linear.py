@@ -88,9 +88,10 @@ def nested_values(config: dict, n_layer: int) -> dict:
     if not isinstance(nested, dict):
         raise unsupported(NESTED, nested)
     found = {own: nested[key] for key, own in SIZES.items() if key in nested}
-    for key in nested.keys() & SIZES.keys():
-        if type(nested[key]) is not int:
-            raise unsupported(f"{NESTED}.{key}", nested[key], "an integer is needed")
+    for key, own in SIZES.items():
+        for name, value in ((f"{NESTED}.{key}", nested.get(key, 1)), (own, config.get(own, 1))):
+            if type(value) is not int:
+                raise unsupported(name, value, "an integer is needed")
     if config.get("layer_types") is not None or not all(name in nested for name in LISTS):
         return found
     lists = [nested[name] for name in LISTS]
@@ -174,6 +175,8 @@ class KimiLinear(LatentFamily):
         for own, shared in self.renamed_keys.items():
             if shared in config and own not in config:
                 config[own] = config.pop(shared)
+            elif shared in config and type(config[shared]) is not type(config[own]):
+                raise unsupported(shared, config[shared], f"{own} is {config[own]!r:.40}")
         n_layer = config.get("num_hidden_layers", self.defaults["num_hidden_layers"])
         if type(n_layer) is not int or not 0 < n_layer <= MAX_INTEGERS["num_hidden_layers"]:
             return config  # refused later
