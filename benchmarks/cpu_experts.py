@@ -1,12 +1,16 @@
 """Experts that the CPU multiplies: GB/s, beside what the same threads read, and a call's overhead.
 
 python benchmarks/cpu_experts.py --format int4 mxfp4 --shape qwen3.6 --tokens 1 8
+
+--steps also plays decode steps' requests, as a GPU makes them.
 """
 
 import itertools
 import platform
+import threading
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -15,6 +19,8 @@ from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from model import swiglu
 from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, use_huge_pages
+from offload.cpu_share import compiled_server
+from ops.step.cpu_share import ANSWERED, ASKED, BUSY, LAYER, PAIRS, STOP, TOKENS, new_mailbox
 
 SHAPES = {  # dim, width, experts, active
     "qwen3.6": (2048, 512, 256, 8),
@@ -41,6 +47,11 @@ def build_parser() -> Parser:
     add("--march", default="native", help="instructions to compile for")
     add("--memory", type=float, default=4.0, metavar="GB", help="of experts")
     parser.add_flag("--small_pages", "pages of 4 KB, not of 2 MB")
+    add("--steps", type=int, default=0, metavar="N", help="also emulate N decode steps")
+    add("--layers", type=int, default=12, metavar="N", help="a step has as many layers")
+    add(
+        "--gap", type=float, default=30, metavar="US", help="the GPU works as long between requests"
+    )
     add("--seconds", type=float, default=0.3, metavar="S", help="of each measurement")
     return parser
 
@@ -155,6 +166,43 @@ def overhead(threads: CPUThreads, pause: float) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
+def emulate_steps(pool: Pool, threads: CPUThreads, layers: int, gap: float, steps: int) -> str:
+    """Decode steps without a GPU, whose part this thread plays through the mailbox.
+
+    gap: seconds of the GPU's own work between an answer and the next request. Return for each
+    number of misses what a request takes beside its products.
+    """
+    box = new_mailbox(pool.active, torch.empty(0, pool.dim))
+    box.weights.fill_(1.0)
+    found, number = [], 0
+    thread = threading.Thread(target=compiled_server(pool.layers, box), daemon=True)
+    thread.start()
+    flags, now = memoryview(box.flags.numpy()), time.perf_counter  # one number takes 0.05 us
+    flags[TOKENS] = 1
+    for misses in range(1, pool.active + 1):
+        times, busy = [], flags[BUSY]
+        for layer in range(layers * steps):
+            box.experts[:misses] = torch.randperm(pool.experts)[:misses].int()
+            flags[LAYER], flags[PAIRS] = layer % len(pool.layers), misses
+            resume, number = now() + gap, number + 1
+            while now() < resume:
+                pass
+            start = now()
+            flags[ASKED] = number
+            while flags[ANSWERED] != number:
+                pass
+            times.append((now() - start) * 1e6)
+        products = (flags[BUSY] - busy) / len(times)
+        times.sort()
+        found.append(
+            f"{misses}: {products:.0f} + {fmean(times) - products:.1f} (median of both "
+            f"{times[len(times) // 2]:.0f}, 99% {times[len(times) * 99 // 100]:.0f})"
+        )
+    flags[STOP] = 1
+    thread.join()
+    return "; ".join(found)
+
+
 def main() -> None:
     args = build_parser().parse_args()
     print(processor())
@@ -180,6 +228,10 @@ def main() -> None:
                     f"{bandwidth:.1f} | {rate / bandwidth:.2f} | {us:.0f} |",
                     flush=True,
                 )
+            if args.steps:
+                gap = args.gap * 1e-6
+                found = emulate_steps(pool, threads, args.layers, gap, args.steps)
+                print(f"us of a request by misses, products + the rest: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from models import build_model
 from models.layers.latent_attention import LatentAttention
 from models.random_weights import architecture, first_layers
 from ops.attention import mla, softmax
-from ops.attention.mla_settings import Tile
+from ops.attention.mla import Tile
 from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
 from ops.plain.attention import BLOCK, SHORT_CACHE, Mask, blocks_in_use, causal_bias

@@ -14,6 +14,7 @@ A run's bound is the longer of two times: a step with all experts on the GPU, an
 missed at the joint bandwidth of copies and CPU products. All are measured.
 """
 
+import copy
 import json
 import sys
 import time
@@ -110,6 +111,13 @@ class ReplayedRouting:
             now.copy_(table[:, self.step : end])
         self.step = end if end + self.together <= self.tables[0].shape[1] else 0
 
+    def of_layers(self, count: int) -> "ReplayedRouting":
+        """Return the routing of the first layers alone."""
+        fewer = copy.copy(self)
+        fewer.tables = [table[:count] for table in self.tables]
+        fewer.step, fewer.now = 0, [table[:count].clone() for table in self.now]
+        return fewer
+
     def replace(self, runner: object) -> None:
         """Replace the choice of all layers. Raises ValueError unless the fused kernels run."""
         layers = getattr(runner, "layers", {})
@@ -187,7 +195,9 @@ def decode_speed(
     if routing is not None:
         routing.replace(session.runner)
         advance = routing.advance
-    prompts = [random_prompt(model.args, 8, seed) for seed in range(together)]
+    fits = [layer.fits for layer in offloaded_layers(model)]  # as a step's tokens
+    length = max(n for n in range(1, 9) if all(fit(n, model.args.n_active) for fit in fits))
+    prompts = [random_prompt(model.args, length, seed) for seed in range(together)]
     sampling = Sampling(seed=0)
     compiled = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)][-1]
     session.reset()

@@ -195,8 +195,8 @@ def add_offload_options(parser: Parser) -> None:
     memory = "GPU memory to use, as 16GB or 900MB, instead of --gpu_experts"
     add("--gpu_memory", metavar="SIZE", help=memory)
     compute = (
-        "who multiplies experts that are not cached: the GPU, which copies them (gpu, default), "
-        "the CPU (cpu), or both beside one GPU, so that they end together (auto)"
+        "who multiplies experts that are not cached: the GPU, which copies them (gpu), the CPU "
+        "(cpu), or beside one GPU both, as is measured to be fastest (auto, default)"
     )
     add("--offload_compute", choices=OFFLOAD_COMPUTE, help=compute)
     profile = (

@@ -1,15 +1,17 @@
 """How misses are divided between CPU and link, and how fast a model then decodes.
 
-Both follow from what link and CPU do at the same time, which is measured when a model is loaded:
-copies and products read the same host memory, so that each is slower beside the other.
+Both follow from what a layer's paging takes, which is measured when a model is loaded, for each
+number of misses and of copies: copies and products read the same host memory, requests and kernels
+have fixed costs, and other processes delay threads. Nothing of that is known in advance.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import comb, inf
-from statistics import fmean
+from math import comb
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,52 +19,83 @@ from torch import Tensor
 from offload.cpu_experts import CPUExperts
 from offload.cpu_share import CPUProducts
 from offload.experts import OffloadedExperts
+from ops.step.cpu_share import answer, ask
+from runtime.graphs import CapturedStep
 
+log = logging.getLogger("moe_fast")
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
-ROUND_TRIP = 10e-6  # seconds from a request to its answer, beside the products
-MEASURED_SECONDS = 0.02  # of copies, for each number of experts
-MEASURED_CALLS = 256  # different ones, so that caches do not have their experts
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a share: beside its experts, and of each expert."""
-
-    fixed: float
-    each: float
-
-    def of(self, experts: float) -> float:
-        return self.fixed + self.each * experts if experts > 0 else 0.0
+MEASURED_LAYERS = 16  # at most, in one graph
+MEASURED_SECONDS = 0.01  # of each number of misses and of copies
+MEASURED_STEPS = 3, 20  # at least, at most
+# A share of the CPU must save more: a copied expert may be a hit later.
+LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What copies and the CPU's products cost while both run."""
+    """Seconds of a layer's paging, by its misses."""
 
-    link: Cost
-    cpu: Cost
+    alone: Sequence[float]  # [n]: all n are copied, in a layer that asks the CPU for nothing
+    # [n][c]: c of n are copied, and the CPU multiplies the others; empty: the CPU has no share
+    shared: Sequence[Sequence[float]]
     nbytes: int  # size of an expert
+    threads: int = 0  # they multiply on the CPU; 0: not known
 
-    def seconds(self, misses: int, copied: int) -> float:
-        """Return the seconds until both shares of a layer's misses have ended."""
-        return max(self.link.of(copied), self.cpu.of(misses - copied))
+    @property
+    def most(self) -> int:
+        """The largest number of misses that was measured."""
+        return len(self.alone) - 1
 
     def split(self, compute: str, most: int) -> list[int]:
-        """Return how many of 0 .. `most` misses to copy; auto: so that both end together.
+        """Return how many of 0 .. `most` misses to copy; auto: the fastest of those measured.
 
-        compute: "gpu" copies all, "cpu" none. Of equals, the one that leaves less to the CPU.
+        compute: "gpu" copies all, "cpu" none. Copies win unless the CPU saves LEAST_GAIN. More
+        misses than were measured are divided in the same proportion as the largest number.
         """
-        if compute != "auto":
-            return [n if compute == "gpu" else 0 for n in range(most + 1)]
-        return [
-            min(range(n, -1, -1), key=lambda copied, n=n: self.seconds(n, copied))
-            for n in range(most + 1)
+        if compute == "gpu" or not self.shared:
+            return list(range(most + 1))
+        if compute == "cpu":
+            return [0] * (most + 1)
+        copies = [
+            max(c for c, time in enumerate(times) if time <= (1 + LEAST_GAIN) * min(times))
+            for times in self.shared
         ]
+        last = self.most
+        more = [-(-copies[last] * n // last) for n in range(last + 1, most + 1)]
+        return [*copies, *more][: most + 1]
+
+    def costs(self, copies: Sequence[int] | None) -> list[float]:
+        """Return the seconds that 0 .. most misses add to a layer without paging's waits.
+
+        copies: of `split`; None: of layers whose misses are all copied.
+        """
+        times = self.alone
+        if copies is not None:
+            times = [row[c] for row, c in zip(self.shared, copies, strict=False)]
+        return [max(time - self.alone[0], 0.0) for time in times]
 
     def describe(self) -> str:
-        link, cpu = (self.nbytes / cost.each / 1e9 for cost in (self.link, self.cpu))
-        beside = f" beside CPU products at {cpu:.3g} GB/s" if cpu else ""
-        return f"copies at {link:.3g} GB/s{beside}"
+        """Return the rates of the largest number of misses."""
+        nbytes, n = self.most * self.nbytes / 1e9, self.most
+        line = f"copies at {nbytes / self.alone[n]:.3g} GB/s"
+        if not self.shared:
+            return line
+        fastest = min(self.shared[n])
+        with_threads = f" with {self.threads} threads" if self.threads else ""
+        return (
+            f"{line}, CPU products at {nbytes / self.shared[n][0]:.3g} GB/s{with_threads}, "
+            f"both at {nbytes / fastest:.3g} GB/s"
+        )
+
+
+def mean_cost(costs: Sequence[float], hit_ratio: float) -> float:
+    """Return the mean of costs by misses, if each chosen expert is cached with this probability."""
+    active = len(costs) - 1
+    ways = (
+        comb(active, n) * (1 - hit_ratio) ** n * hit_ratio ** (active - n)
+        for n in range(active + 1)
+    )
+    return sum(way * cost for way, cost in zip(ways, costs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -70,18 +103,30 @@ class Prediction:
     """What is known of a decode step before it runs."""
 
     balance: Balance
-    copies: list[int]  # how many of n misses are copied
+    copies: list[int] | None  # how many of n misses are copied; None: all, without the CPU
     layers: int  # those with experts
-    active: int
     resident: float  # seconds of a step whose experts are all in slots
 
     def tokens_per_second(self, hit_ratio: float) -> float:
         """Return the expected speed, if each chosen expert is cached with this probability."""
-        misses = 0.0
-        for n in range(self.active + 1):
-            ways = comb(self.active, n) * (1 - hit_ratio) ** n * hit_ratio ** (self.active - n)
-            misses += ways * self.balance.seconds(n, self.copies[n])
-        return 1 / (self.resident + self.layers * misses)
+        cost = mean_cost(self.balance.costs(self.copies), hit_ratio)
+        return 1 / (self.resident + self.layers * cost)
+
+
+def choose_copies(balance: Balance, compute: str, most: int, hit_ratio: float) -> list[int] | None:
+    """Return how many of 0 .. `most` misses to copy; None: copy all, without a share of the CPU.
+
+    Its share may not pay with the expected hits: the kernels of a request and of its answer run
+    in layers without misses too.
+    """
+    if compute == "gpu" or not balance.shared:
+        return None
+    copies = balance.split(compute, most)
+    if compute == "auto":
+        alone, shared = (mean_cost(balance.costs(some), hit_ratio) for some in (None, copies))
+        if alone <= (1 + LEAST_GAIN) * shared:
+            return None
+    return copies
 
 
 def resident_seconds(nbytes: int, layers: int, like: Tensor) -> float:
@@ -100,72 +145,129 @@ def resident_seconds(nbytes: int, layers: int, like: Tensor) -> float:
     return nbytes / bandwidth + layers * LAYER_SECONDS
 
 
-def measure_balance(
-    layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor, most: int
-) -> Balance:
-    """Measure a GPU's copies and the CPU's products, of up to `most` experts a layer.
+# Measuring ----------------------------------------------------------------------------------------
 
-    like: x [..., D] on the GPU. products: of each layer; none: the CPU has no share.
+
+class Rounds:
+    """The paging of some layers, one after the other, as a decode step runs it: one CUDA graph.
+
+    The experts are random ones. Copies go into slots that have these experts already.
     """
-    most = max(2, min(most, layers[0].storage.slots))
-    counts = max(1, most // 4), most  # a launch takes about as long as copying one small expert
-    both = [measure_both(layers, products, like, count) for count in counts]
-    link, cpu = (line_through(times, counts) for times in zip(*both, strict=True))
-    nbytes = layers[0].storage.blobs.shape[1]
-    return Balance(link, Cost(cpu.fixed + ROUND_TRIP, cpu.each), nbytes)
+
+    def __init__(self, layers: Sequence[OffloadedExperts], like: Tensor, most: int):
+        """like: x [..., D] on the device. most: misses of a layer."""
+        self.layers, self.most = layers[:MEASURED_LAYERS], most
+        self.device, count = like.device, len(self.layers)
+        self.x = like.new_zeros(1, like.shape[-1])
+        self.y = torch.zeros(1, like.shape[-1], device=self.device)
+        self.weights = torch.zeros(1, most, device=self.device)
+        # Chosen experts, their slots; experts to copy, and where to
+        self.ids = torch.zeros(4, count, most, dtype=torch.int64, device=self.device)
+        self.cached = [torch.tensor([*layer.cache.cached().items()]).t() for layer in self.layers]
+        self.random = torch.Generator().manual_seed(0)
+        self.steps: dict[bool, Callable[[], None]] = {}
+        self.choose(0, 0)
+
+    def choose(self, misses: int, copied: int) -> None:
+        """Choose experts that miss in each layer; the first ones are copied."""
+        slots, ids = self.layers[0].storage.slots, torch.zeros(self.ids.shape, dtype=torch.int64)
+        ids[[0, 2]] = -1
+        for n, layer in enumerate(self.layers):
+            some = torch.randperm(slots, generator=self.random)[:copied]
+            ids[:2, n, :copied] = ids[2:, n, :copied] = self.cached[n][:, some]
+            others = torch.randperm(layer.n_local, generator=self.random)[: misses - copied]
+            ids[0, n, copied : copied + len(others)] = others
+            ids[1, n, copied : copied + len(others)] = slots
+        self.ids.copy_(ids)
+
+    def launch(self, asks: bool) -> None:
+        """Launch the paging of all layers. asks: it asks the CPU for its share."""
+        for layer, chosen, slots, copied, targets in zip(self.layers, *self.ids, strict=True):
+            box, R, E = layer.box, layer.storage.slots, layer.n_local
+            if asks:
+                ask(self.x, chosen[None], slots[None], self.weights, box, R, E)
+            layer.fill_slots(copied, targets)
+            if asks:
+                answer(self.y, box, self.x.dtype)
+
+    def step(self, asks: bool) -> Callable[[], None]:
+        """Return `launch`, captured on a GPU."""
+        if asks not in self.steps:
+            self.steps[asks] = partial(self.launch, asks)
+            if self.device.type == "cuda":
+                self.launch(asks)  # compiles
+                with CapturedStep() as captured:
+                    self.launch(asks)
+                self.steps[asks] = captured.replay
+        return self.steps[asks]
+
+    def seconds(self, misses: int, copied: int, asks: bool) -> float:
+        """Return the seconds of a layer, the mean of all layers, of the median step.
+
+        The host waits as it waits for a token.
+        """
+        step, times = self.step(asks), []
+        least, most = MEASURED_STEPS
+        while len(times) <= least or (len(times) <= most and sum(times) < MEASURED_SECONDS):
+            self.choose(misses, copied)
+            times.append(self.timed(step))
+        return median(times[1:]) / len(self.layers)  # the first one wakes threads
+
+    def timed(self, step: Callable[[], None]) -> float:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            step()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
 
 
 @torch.inference_mode()
-def measure_both(
-    layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor, count: int
-) -> tuple[float, float]:
-    """Return the seconds of copying `count` experts and of multiplying as many, side by side."""
-    calls = multiplications(layers, products, like, count)
-    for call in calls[:2]:
-        call()  # wakes the threads
-    nbytes = count * layers[0].storage.blobs.shape[1]
-    copies = max(4, int(MEASURED_SECONDS * 50e9 / nbytes))
-    ids = [list(layer.cache.cached().items())[:count] for layer in layers]
-    pairs = [torch.tensor(some, device=like.device).t().contiguous() for some in ids]
-    layers[0].fill_slots(*pairs[0])  # compiles
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for n in range(copies):
-        # Into the slots that have these experts already.
-        layers[n % len(layers)].fill_slots(*pairs[n % len(layers)])
-    end.record()
-    times: list[float] = []
-    while calls and (len(times) < 3 or not end.query()):
-        started = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        times.append(time.perf_counter() - started)
-    torch.cuda.synchronize()
-    usual = sorted(times)[: max(1, len(times) * 9 // 10)]  # other processes delay some
-    return begin.elapsed_time(end) * 1e-3 / copies, fmean(usual) if usual else inf
+def measure_balance(
+    layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor, most: int
+) -> Balance:
+    """Measure a layer's paging with up to `most` misses.
+
+    like: x [..., D] on the device. products: of each layer, which answers its requests; none: the
+    CPU has no share. Sets the number of their threads: the fastest one.
+    """
+    most = min(most, layers[0].storage.slots)
+    rounds = Rounds(layers, like, most)
+    threads = 0
+    if products:
+        threads = choose_threads(products, lambda: rounds.seconds(most, 0, True))
+    counts = range(most + 1)
+    shared = [[rounds.seconds(n, c, True) for c in range(n + 1)] for n in counts if products]
+    alone = [rounds.seconds(n, n, False) for n in counts]
+    return Balance(alone, shared, layers[0].storage.blobs.shape[1], threads)
 
 
-def multiplications(
-    layers: Sequence[OffloadedExperts], products: Sequence[CPUProducts], like: Tensor, count: int
-) -> list[Callable[[], object]]:
-    """Return calls that multiply `count` experts by one token, others each: MEASURED_CALLS."""
-    x = torch.ones(1, like.shape[-1], dtype=like.dtype)
-    y = torch.zeros(1, like.shape[-1])
-    tokens, weights = torch.zeros(count, dtype=torch.int32), torch.ones(count)
-    calls = []
-    for n in range(MEASURED_CALLS if products else 0):
-        layer, first = n % len(layers), n * count
-        ids = [(first + n) % layers[layer].n_local for n in range(count)]
-        given = x, torch.tensor(ids, dtype=torch.int32), tokens, weights, y
-        product = products[layer]
-        compiled = isinstance(product, CPUExperts)
-        calls.append(product.prepare(*given) if compiled else partial(product, *given))
-    return calls
+def choose_threads(products: Sequence[CPUProducts], measure: Callable[[], float]) -> int:
+    """Give compiled products the number of threads with which `measure` is fastest -> the number.
 
+    If each core has one, any other thread of the process stops one of them, and all wait for it.
+    Other products: 0.
+    """
+    if not all(isinstance(each, CPUExperts) and each.layer is not None for each in products):
+        return 0
+    threads, best = products[0].threads, (0.0, 0)
 
-def line_through(times: Sequence[float], counts: Sequence[int]) -> Cost:
-    """Return the cost that explains the seconds of two numbers of experts."""
-    if times[0] == inf:
-        return Cost(0.0, inf)
-    each = max((times[1] - times[0]) / (counts[1] - counts[0]), 1e-9)
-    return Cost(max(times[0] - each * counts[0], 0.0), each)
+    def use(count: int) -> None:
+        threads.resize(count)
+        for each in products:
+            each.layer.pool = threads.pool
+
+    full = threads.count
+    for count in sorted({full, full - 1, full - 3, full * 2 // 3, full // 2} - {0, -1, -2}):
+        if count > 0:
+            use(count)
+            found = measure()
+            log.debug("CPU products with %d threads: %.1f us a layer", count, found * 1e6)
+            if not best[1] or found < (1 - LEAST_GAIN) * best[0]:  # of equals, the fewest
+                best = found, count
+    use(best[1])
+    return best[1]

@@ -35,7 +35,12 @@ static float activate(int kind, float limit, float alpha, float gate, float up) 
 struct Call;
 static void work(Call &call, int thread);
 
-constexpr auto SPIN = std::chrono::milliseconds(1);  // after a call, before a thread sleeps
+// After a call, before a thread sleeps: layers of large experts are a millisecond apart, and waking
+// all threads takes 50 us and more.
+constexpr auto SPIN = std::chrono::milliseconds(4);
+// Pauses before a waiting thread lets others run: some 50 us, since that is a system call, which
+// sandboxes make slow.
+constexpr int YIELD = 1024;
 constexpr int SHARES = 75;      // percent of the rows that are shared out in advance
 constexpr int UP_PIECE = 8;     // rows that a thread takes at once of the others, in phase 1
 constexpr int DOWN_PIECE = 16;  // in phase 2
@@ -82,7 +87,7 @@ struct alignas(LINE) Pool {
     const auto end = std::chrono::steady_clock::now() + SPIN;
     for (int n = 1; started.value.load(std::memory_order_acquire) == seen; n++) {
       _mm_pause();
-      if (n % 256) continue;
+      if (n % YIELD) continue;
       if (std::chrono::steady_clock::now() > end) {
         asleep.value++;
         started.value.wait(seen);
@@ -96,7 +101,7 @@ struct alignas(LINE) Pool {
   static void wait_for(const Flag &flag, uint32_t value) {
     for (int n = 1; flag.value.load(std::memory_order_acquire) != value; n++) {
       _mm_pause();
-      if (n % 256 == 0) sched_yield();  // there may be more threads than cores
+      if (n % YIELD == 0) sched_yield();  // there may be more threads than cores
     }
   }
 
@@ -319,25 +324,51 @@ void run_experts(Call *call) {
   pool.run(*call);
 }
 
-// Answer requests until there has been none for some seconds. flags, in pinned memory, has the
-// numbers of ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`.
-void serve(int32_t *flags, Call **calls, int most, double seconds) {
-  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17;
+// For benchmarks: layer, begin and end in ns of each request, as long as there is room.
+static int64_t *request_log = nullptr;
+static int64_t logged = 0, log_size = 0;
+
+void log_requests(int64_t *log, int64_t size) {
+  log_size = logged = 0;
+  request_log = log, log_size = size;
+}
+int64_t logged_requests() { return logged; }
+
+// Answer requests until the flag STOP. flags, in pinned memory, has the numbers of
+// ops/step/cpu_share.py. calls: of each layer, by the number of tokens up to `most`. After some
+// seconds without a request, sleep between two looks, at most `longest` seconds.
+//
+// No Python runs: a thread that holds the GIL may wait for the GPU, which waits for an answer.
+void serve(int32_t *flags, Call **calls, int most, double seconds, double longest) {
+  constexpr int ASKED = 0, LAYER = 1, TOKENS = 2, ANSWERED = 16, BUSY = 17, STOP = 32;
   using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
   auto last = Clock::now();
-  for (int n = 1;; n++) {
+  Seconds pause(0);
+  for (uint32_t n = 1;; n++) {
     const int32_t asked = __atomic_load_n(flags + ASKED, __ATOMIC_ACQUIRE);
     if (asked != flags[ANSWERED]) {
       const auto start = Clock::now();
-      run_experts(calls[flags[LAYER] * most + flags[TOKENS] - 1]);
+      const int32_t layer = flags[LAYER];
+      run_experts(calls[layer * most + flags[TOKENS] - 1]);
       __atomic_store_n(flags + ANSWERED, asked, __ATOMIC_RELEASE);
-      last = Clock::now();
+      last = Clock::now(), pause = Seconds(0);
       flags[BUSY] += std::chrono::duration_cast<std::chrono::microseconds>(last - start).count();
+      if (logged < log_size) {
+        int64_t *entry = request_log + 3 * logged++;
+        entry[0] = layer;
+        entry[1] = start.time_since_epoch().count(), entry[2] = last.time_since_epoch().count();
+      }
     } else if (n % 4096) {
       _mm_pause();
-    } else {
-      if (Clock::now() - last > std::chrono::duration<double>(seconds)) return;
+    } else if (__atomic_load_n(flags + STOP, __ATOMIC_ACQUIRE)) {
+      return;
+    } else if (Clock::now() - last < Seconds(seconds)) {
       sched_yield();  // more threads than cores
+    } else {
+      pause = std::min(Seconds(longest), 2 * pause + Seconds(1e-5));
+      std::this_thread::sleep_for(pause);
+      n = -1;  // look once, then sleep again
     }
   }
 }

@@ -147,7 +147,9 @@ def open_library(path: Path) -> Library:
     library.delete_pool.restype, library.delete_pool.argtypes = None, [pointer]
     library.run_experts.restype, library.run_experts.argtypes = None, [pointer]
     library.serve.restype = None
-    library.serve.argtypes = [pointer, pointer, integer, ctypes.c_double]
+    library.serve.argtypes = [pointer, pointer, integer, ctypes.c_double, ctypes.c_double]
+    library.log_requests.restype, library.log_requests.argtypes = None, [pointer, ctypes.c_int64]
+    library.logged_requests.restype = ctypes.c_int64
     library.read_seconds.restype = ctypes.c_double
     library.read_seconds.argtypes = [pointer, pointer, ctypes.c_int64, integer]
     library.activate_all.restype = None
@@ -207,7 +209,7 @@ def use_huge_pages(memory: Tensor) -> None:
 class CPUThreads:
     """Threads that multiply experts. They stay alive between layers, which share one instance.
 
-    A thread that waits spins for 1 ms, then sleeps. The thread that calls a layer is one of them.
+    A thread that waits spins for 4 ms, then sleeps. The thread that calls a layer is one of them.
     """
 
     def __init__(self, count: int | None = None, march: str = "native"):
@@ -219,8 +221,18 @@ class CPUThreads:
         self.turn = threading.Lock()
         self.pool = None
         if self.library is not None:
-            self.pool = self.library.new_pool(self.count)
-            self.finalizer = weakref.finalize(self, self.library.delete_pool, self.pool)
+            self.start()
+
+    def start(self) -> None:
+        self.pool = self.library.new_pool(self.count)
+        self.finalizer = weakref.finalize(self, self.library.delete_pool, self.pool)
+
+    def resize(self, count: int) -> None:
+        """Go on with another number of threads. The caller sets `pool` of all layers' structs."""
+        if count != self.count:
+            self.close()
+            self.count = count
+            self.start()
 
     @property
     def compiled(self) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,16 @@ from ops.step.cpu_share import (
     LAYER,
     MAX_TOKENS,
     PAIRS,
+    STOP,
     TOKENS,
     Mailbox,
     new_mailbox,
 )
 from ops.step.expert_paging import MAX_PAIRS
 
-SPIN_SECONDS = 2e-3  # the thread begins to sleep after as long without a request
+# The thread begins to sleep after as long without a request. Several layers of large experts may
+# ask for nothing, and a request that finds it asleep waits for up to LONGEST_SLEEP.
+SPIN_SECONDS = 10e-3
 LONGEST_SLEEP = 2e-3  # seconds
 SWITCH_SECONDS = 1e-4
 THREAD = "cpu share"  # its name
@@ -104,8 +108,8 @@ def plain_answers(products: Sequence[CPUProducts], box: Mailbox) -> Callable[[],
     return answer
 
 
-def compiled_answers(products: Sequence[CPUExperts], box: Mailbox) -> Callable[[], None]:
-    """Return what answers requests until there is none for SPIN_SECONDS, without Python."""
+def compiled_server(products: Sequence[CPUExperts], box: Mailbox) -> Callable[[], None]:
+    """Return what answers requests until the flag STOP, without Python."""
     pairs, count = (box.experts, box.tokens, box.weights), box.flags[PAIRS : PAIRS + 1]
     calls = [
         layer.host_function(box.x[:T], *pairs, count, box.y[:T])[1]
@@ -115,20 +119,20 @@ def compiled_answers(products: Sequence[CPUExperts], box: Mailbox) -> Callable[[
     array = (ctypes.c_void_p * len(calls))(*calls)
     run = products[0].threads.library.serve
 
-    def answer(_kept=products) -> None:  # they own what the calls point to
-        run(box.flags.data_ptr(), array, MAX_TOKENS, SPIN_SECONDS)
+    def answer_all(_kept=products) -> None:  # they own what the calls point to
+        run(box.flags.data_ptr(), array, MAX_TOKENS, SPIN_SECONDS, LONGEST_SLEEP)
 
-    return answer
+    return answer_all
 
 
 def is_compiled(products: CPUProducts) -> bool:
     return isinstance(products, CPUExperts) and products.layer is not None
 
 
-def serve(box: Mailbox, answer: Callable[[], None], stop: threading.Event) -> None:
-    """Answer requests until `stop`. An error becomes an answer of NaN, and a line of the log."""
+def serve(box: Mailbox, answer: Callable[[], None]) -> None:
+    """Answer requests until the flag STOP. An error becomes an answer of NaN, and is logged."""
     flags, idle_since, pause = box.flags.numpy(), time.perf_counter(), 0.0
-    while not stop.is_set():
+    while not flags[STOP]:
         if flags[ASKED] == flags[ANSWERED]:
             time.sleep(pause)  # 0 lets other threads of Python run
             if time.perf_counter() - idle_since > SPIN_SECONDS:
@@ -150,22 +154,24 @@ def share_layers(
 
     like: x [..., D] on the device. The thread ends with the first of the layers.
     """
-    box, stop = new_mailbox(MAX_PAIRS, like), threading.Event()
+    box = new_mailbox(MAX_PAIRS, like)
     for n, layer in enumerate(layers):
         layer.box = box._replace(layer=box.layer + n)
-    make = compiled_answers if all(map(is_compiled, products)) else plain_answers
-    # Another thread of Python may keep this one from running for as long.
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    arguments = box, make(products, box), stop
-    thread = threading.Thread(target=serve, args=arguments, name=THREAD, daemon=True)
+    if all(map(is_compiled, products)):
+        server = compiled_server(products, box)
+    else:
+        server = partial(serve, box, plain_answers(products, box))
+        # Another thread of Python may keep this one from running for as long.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    thread = threading.Thread(target=server, name=THREAD, daemon=True)
     thread.start()
-    weakref.finalize(layers[0], end_thread, thread, stop)
+    weakref.finalize(layers[0], end_thread, thread, box.flags)
     return box
 
 
-def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
+def end_thread(thread: threading.Thread, flags: Tensor) -> None:
     """End a thread that serves, also before the process ends: else Python kills it in C++ code."""
-    stop.set()
+    flags[STOP] = 1
     if thread is not threading.current_thread():
         thread.join()
 

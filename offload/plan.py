@@ -9,7 +9,7 @@ import torch
 
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
-from offload.balance import Prediction, measure_balance, resident_seconds
+from offload.balance import Prediction, choose_copies, measure_balance, resident_seconds
 from offload.cpu_experts import CPUThreads, use_huge_pages
 from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
@@ -34,9 +34,8 @@ class OffloadSettings:
 
     gpu_experts: int | None = None  # R, slots per layer
     gpu_memory: int | None = None  # bytes for weights, slots and `reserve` together, per GPU
-    # Of COMPUTE. "auto" is both, so that they end together; it is no default, since it was slower
-    # with two thirds of hits (docs/offload.md).
-    compute: str = "gpu"
+    # Of COMPUTE. "auto" is both: the faster ones of the times that are measured at load
+    compute: str = "auto"
     profile: Profile | None = None  # which experts are cached at the start; None: the first ones
     reserve: int = 0  # bytes of gpu_memory for the KV cache and activations
 
@@ -260,7 +259,11 @@ def offload_experts(
     line = describe_plan(plan, settings)
     if device.type == "cuda" and plan.slots < experts.n_local:
         model.prediction = predict(model, layers, products, plan, settings)
-        set_copies(layers, model.prediction.copies)
+        if model.prediction.copies is not None:
+            set_copies(layers, model.prediction.copies)
+        else:
+            for layer in layers:
+                layer.box = None
         line += f"; {describe_prediction(model.prediction, plan, settings)}"
     return line
 
@@ -276,13 +279,13 @@ def predict(
     experts, weight = plan.experts, model.embedding.weight
     like = torch.empty(0, model.args.dim, dtype=plan.dtype, device=layers[0].storage.device)
     balance = measure_balance(layers, products, like, experts.n_active)
-    compute = settings.compute if products else "gpu"
-    copies = balance.split(compute, min(MAX_TOKENS * experts.n_active, MAX_PAIRS))
+    most, (hits, _) = min(MAX_TOKENS * experts.n_active, MAX_PAIRS), expected_hits(plan, settings)
+    copies = choose_copies(balance, settings.compute, most, hits)
     # A token reads its experts, and all other weights but the embedding, which may be the head.
     read = experts.kept + experts.n_active * experts.per_slot * experts.n_local // experts.n_expert
     read -= 0 if model.args.tied_embeddings else weight.numel() * plan.dtype.itemsize
     resident = resident_seconds(read, len(model.layers), like)
-    return Prediction(balance, copies, len(layers), experts.n_active, resident)
+    return Prediction(balance, copies, len(layers), resident)
 
 
 class HostMemory:
@@ -335,16 +338,21 @@ def describe_plan(plan: OffloadPlan, settings: OffloadSettings) -> str:
     )
 
 
+def expected_hits(plan: OffloadPlan, settings: OffloadSettings) -> tuple[float, str]:
+    """Return the hit ratio to expect, and why."""
+    if settings.profile is None:
+        return plan.slots / plan.experts.n_local, "if the router chooses uniformly"
+    return settings.profile.hit_ratio(plan.slots), "as the profile says"
+
+
 def describe_prediction(
     prediction: Prediction, plan: OffloadPlan, settings: OffloadSettings
 ) -> str:
     """Return what was measured, and the expected speed, for the log."""
-    if settings.profile is None:
-        ratio, why = plan.slots / plan.experts.n_local, "if the router chooses uniformly"
-    else:
-        ratio, why = settings.profile.hit_ratio(plan.slots), "as the profile says"
+    ratio, why = expected_hits(plan, settings)
     speed = prediction.tokens_per_second(ratio)
+    share = "" if prediction.copies is None else ", the CPU multiplies a share of the misses"
     return (
         f"{prediction.balance.describe()}: about {speed:.3g} tokens/s with {ratio:.0%} cache hits, "
-        f"{why}"
+        f"{why}{share}"
     )

@@ -6,13 +6,12 @@ kernel asks `if bias is not None` at compile time. `s` is the kernel's settings,
 as one `tl.constexpr`: `s.heads` is a constant of the compiler (`Constants`).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ try:
     import triton.language as tl
     from triton.runtime.jit import MockTensor
 except ImportError:  # a build of torch without CUDA, where no kernel is called
-    triton = tl = None
-
+    triton, tl = None, SimpleNamespace(constexpr=lambda value: value)  # annotations name it
 
 log = logging.getLogger("moe_fast")
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU

@@ -143,7 +143,7 @@ class PassTimes:
 class PlainSteps:
     """The seconds of plain steps of some number of sequences."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=PLAIN_WINDOW)
         self.passes = 0  # with drafts, since the last plain step
 

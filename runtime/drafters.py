@@ -78,7 +78,7 @@ def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Ten
 class IndexedText:
     """A text, indexed by its last tokens."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.ids: list[int] = []
         # n-gram -> index of the token after it, for each of NGRAMS
         self.next: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in NGRAMS}

@@ -7,8 +7,7 @@ kernel before them projects it. All other calls take the plain path.
 from torch import Tensor, nn
 
 from model import Context
-from ops.attention.mla import MAX_QUERIES, attend_latent_tokens
-from ops.attention.mla_settings import LatentSettings, LatentTensors
+from ops.attention.mla import MAX_QUERIES, LatentSettings, LatentTensors, attend_latent_tokens
 from ops.declared import LatentAdditions
 from ops.launch import can_launch
 from ops.products import dense

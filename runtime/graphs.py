@@ -77,7 +77,7 @@ class GraphCache:
     when there are more than MAX_GRAPHS.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
 

@@ -86,7 +86,7 @@ class Metrics:
 class ExpertCollector(Collector):
     """Exports `totals` of the expert cache; nothing while they are empty (no offloading)."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.totals: dict[str, int] = {}
 
     def collect(self) -> Iterator[CounterMetricFamily]:

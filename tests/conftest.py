@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import signal
 import string
 import threading
@@ -10,6 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+# Else sums of a batch differ from those of one row by more than some tests allow, on some CPUs. MKL
+# reads it when torch is loaded.
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 import huggingface_hub
 import pytest
@@ -524,26 +529,32 @@ class Family:
     directory: Path  # converted to fp32
 
 
-# Files of 30 seconds and more. Two workers that take them in this order end about together.
+# Files of 10 processor seconds and more. Two workers that take them in this order end together.
 LONG_FILES = (
-    "test_quantize.py",
-    "test_tp.py",
-    "test_kernels.py",
-    "test_moe_kernels.py",
-    "test_tiny_moe.py",
-    "test_codegen.py",
-    "test_session.py",
-    "test_speculate.py",
-    "test_mtp.py",
-    "test_benchmark.py",
-    "test_serve_speculation.py",
-    "test_batch_speculation.py",
-    "test_auto_speculation.py",
-    "test_train_tiny_moe.py",
-    "test_model.py",
     "test_serve.py",
     "test_offload.py",
+    "test_mtp.py",
+    "test_speculate.py",
+    "test_codegen.py",
     "test_tiny_hybrid.py",
+    "test_tp.py",
+    "test_guides.py",
+    "test_model.py",
+    "test_quantize.py",
+    "test_serve_speculation.py",
+    "test_session.py",
+    "test_batch_speculation.py",
+    "test_benchmark.py",
+    "test_auto_speculation.py",
+    "test_moe_kernels.py",
+    "test_kernels.py",
+    "test_cpu_experts.py",
+    "test_eval.py",
+    "test_tiny_moe.py",
+    "test_batch.py",
+    "test_chat.py",
+    "test_train_tiny_moe.py",
+    "test_card_plan.py",
 )
 
 
@@ -566,7 +577,7 @@ THINNED = {
     "test_every_recurrent_family": 18,
     "test_numbers_of_drafts_share_compiled_code": 14,
     "test_streamed_and_whole_answers_are_those_of_plain_steps": 6,
-    "test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights": 4,
+    "test_a_quantized_model_is_the_plain_one_with_its_unpacked_weights": 8,
     "test_a_reader_may_stop_within_accepted_drafts": 4,
     "test_a_process_that_ends_is_resumed": 2,
     "test_an_eager_answer_does_not_load_the_compiler": 2,
@@ -576,17 +587,16 @@ THINNED = {
     "test_greedy_tokens_are_those_of_plain_decoding": 12,
     "test_greedy_tokens_match_transformers": 5,
     "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
-    "test_neighbors_never_change_an_answer": 4,
+    "test_neighbors_never_change_an_answer": 8,
     "test_perplexity_equals_one_window_per_token": 6,
     "test_refused_drafts_are_not_taken_in": 2,
-    "test_shards_are_all_of_the_weights": 3,
+    "test_shards_are_all_of_the_weights": 6,
     "test_speculation_gives_the_tokens_of_plain_decoding": 2,
-    "test_steps_between_layers_of_a_prompt_change_no_answer": 2,
+    "test_steps_between_layers_of_a_prompt_change_no_answer": 4,
     "test_the_same_bits_and_the_copies_that_the_policy_predicts": 3,
-    "test_verified_tokens_have_the_models_distribution": 2,
+    "test_verified_tokens_have_the_models_distribution": 4,
     "test_up_to_four_answers_share_passes": 8,
     "test_neighbors_come_and_go_between_passes": 12,
-    "test_ranks_answer_as_one_process": 9,
     "test_a_listing_with_a_value_of_another_type": 5,
     "test_a_watched_answer_has_the_details_of_the_model": 4,
     "test_short_prompts_run_as_steps_of_many_tokens": 3,
@@ -598,9 +608,9 @@ THINNED = {
     "test_a_stream_adds_up_to_the_whole_message": 2,
     "test_drafts_are_those_of_transformers": 2,
     "test_a_head_is_quantized_as_its_model_is": 2,
-    "test_steps_without_drafts_between_accepted_drafts": 2,
+    "test_steps_without_drafts_between_accepted_drafts": 4,
     "test_prefill_equals_token_by_token": 2,
-    "test_the_same_logits_whoever_multiplies": 2,
+    "test_the_same_logits_whoever_multiplies": 4,
     "test_logits_and_text_of_a_file_of_mixed_types_match_transformers": 4,
     "test_the_best_that_fits_is_chosen": 4,
     "test_following_the_advice_is_never_refused": 2,
@@ -614,6 +624,12 @@ THINNED = {
     "test_logits_of_a_plain_file_match_transformers": 2,
     "test_what_a_quantized_checkpoint_holds": 3,
     "test_short_prompts_of_every_family": 3,
+    "test_refused_drafts_in_the_cache_are_never_read": 2,
+    "test_a_session_and_its_head_take_turns": 2,
+    "test_the_controller_changes_no_greedy_text": 2,
+    "test_lost_states_cost_nothing_but_drafts": 2,
+    "test_computing_logits_in_parts_does_not_change_scores": 4,
+    "test_a_plan_fits_and_is_not_much_too_small": 2,
     "test_families_with_scales_and_sigmoid_routing_keep_their_bits": 2,
 }
 

@@ -30,7 +30,7 @@ from ops.plain.gated_delta import (
     gates_in_torch,
     norm_in_torch,
 )
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.kernels_without_gpu import overwritten
 from tests.launched_code import launched_code
 
@@ -168,7 +168,7 @@ def few_errors(case: tuple, channel_decay: bool = False) -> list[float]:
             with mock.patch.object(
                 delta_pending, "kernels_support", lambda _, found=supports: found
             ):
-                delta_pending.take_in(
+                delta_pending.take_in_pending(
                     state.state,
                     state.pending(),
                     [*layer.weights()],
@@ -336,7 +336,7 @@ def main() -> int:
     torch.set_num_threads(1)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
-        check_bounds()
+        interpreter.prepare()
     print(json.dumps(errors() if interpreted else machine_code()))
     return 0
 

@@ -67,7 +67,7 @@ from ops.attention import (
 )
 from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.gqa_settings import Tile as Blocks
-from ops.attention.mla_settings import LatentSettings, LatentTensors, Tile
+from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import AttentionAdditions
 from ops.plain import norms
@@ -82,7 +82,7 @@ from ops.step import expert_paging
 from ops.step.begin import begin_tokens
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.launched_code import launched_code
 
 GROUPS = {
@@ -1618,7 +1618,7 @@ def main() -> int:
     torch.set_num_threads(1)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
-        check_bounds()
+        interpreter.prepare()
     cases = INTERPRETED if interpreted else COMPILED
     print(json.dumps({name: cases[name]() for name in sys.argv[1:] or cases}))
     return 0

@@ -22,8 +22,8 @@ from model import Context
 from models.layers.mamba2 import Mamba2, MambaSizes, MambaState
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import mamba
+from tests import interpreter
 from tests.delta_kernels_without_gpu import counts, relative_error
-from tests.interpreter_bounds import check_bounds
 from tests.launched_code import launched_code
 
 CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None: it had one token)
@@ -97,7 +97,7 @@ def case_errors(case: tuple) -> list[float]:
             choice = mock.patch.object(mamba, "kernels_support", lambda _, found=supports: found)
             place = context.positions[:, :1] + count, context.last, row, state.arrivals
             with choice:
-                mamba.take_in(state.state, state.pending(), [*layer.weights()], *place)
+                mamba.take_in_pending(state.state, state.pending(), [*layer.weights()], *place)
             assert not state.arrivals.any()
             taken.append(state)
         found += state_errors(*taken, case[0])
@@ -130,7 +130,7 @@ def machine_code() -> dict[str, dict[str, int]]:
         state, row = layer.state, torch.tensor([0])
         place = call[1].positions[:, :1], None, row, state.arrivals
         given = state.state, state.pending(), [*layer.weights()], *place
-        launched = launched_code(partial(mamba.take_in, *given))
+        launched = launched_code(partial(mamba.take_in_pending, *given))
     found |= {f"{name} of none": code for name, code in launched.items()}
     return {name: counts(code) for name, code in found.items()}
 
@@ -139,7 +139,7 @@ def main() -> int:
     torch.set_num_threads(1)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
-        check_bounds()
+        interpreter.prepare()
         names = os.environ.get("CASES", ",".join(CASES)).split(",")
         print(json.dumps({name: case_errors(CASES[name]) for name in names}))
     else:

@@ -70,7 +70,7 @@ from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import MAX_FEW, FusedLayer
 from runtime.loading import WeightLoader
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.kernels_without_gpu import (
     Launch,
     compiled,
@@ -489,14 +489,15 @@ def layer_errors(
     ratios: tuple[float, ...] = (0, 99),
     ranges: bool = False,
     dense: bool = False,
+    **changes,
 ) -> list[dict[str, float]]:
     """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
-    ranges, dense: as of `small_model`.
+    ranges, dense, changes: as of `small_model`.
     """
-    model = small_model(family, format, batch, ranges, dense)
+    model = small_model(family, format, batch, ranges, dense, **changes)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
     positions = 40 - 3 * torch.arange(batch).unsqueeze(1) + torch.arange(queries)
     x, _, context = model.begin(tokens, positions)
@@ -924,7 +925,7 @@ def main() -> int:
     given = json.load(sys.stdin)
     cases = [Case(**values) for values in given["cases"]]
     if os.environ.get("TRITON_INTERPRET") == "1":
-        check_bounds()
+        interpreter.prepare()
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()

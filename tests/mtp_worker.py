@@ -1,4 +1,4 @@
-"""One rank of tests/test_mtp.py: `torchrun ... mtp_worker.py FOLDER` runs FOLDER/cases.json.
+"""One rank of tests/test_mtp.py: `ranks.py N mtp_worker FOLDER` runs FOLDER/cases.json.
 
 Rank 0 writes FOLDER/found.json. It has for each case the tokens, the drafts of all passes, and the
 head's bytes that each rank holds.

@@ -28,7 +28,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from runtime.verification import ACCEPT_STREAM
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 
 PROMPT = [5, 17, 3, 99, 42, 8, 120, 5, 17, 3, 99, 11, 5, 17, 60, 61, 62, 7, 9, 30]
 # Drafts of each pass, and how many of them are right; 0 drafts are a plain step.
@@ -202,7 +202,7 @@ def kernels_on_cpu():
 
 def main() -> int:
     torch.set_num_threads(1)
-    check_bounds()
+    interpreter.prepare()
     directory = Path(sys.argv[1])
     ways = Sampling(temperature=0), Sampling(temperature=0.4, top_k=5, seed=3)
     with torch.no_grad(), kernels_on_cpu():

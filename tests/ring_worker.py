@@ -1,4 +1,4 @@
-"""One rank of tests/test_ring.py: `torchrun ... ring_worker.py CHECKPOINT LENGTH COUNT`.
+"""One rank of tests/test_ring.py: `ranks.py N ring_worker CHECKPOINT LENGTH COUNT`.
 
 Rank 0 prints the greedy tokens after a prompt of LENGTH tokens, in chunks, and the slots of each
 layer's cache.

@@ -61,7 +61,7 @@ def test_a_copy_of_the_folder_spares_all_compiling(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        (("--compile_cache", "new"), "add --compile"),
+        pytest.param(("--compile_cache", "new"), "add --compile", marks=pytest.mark.slow),
         (("--compile_cache", "file", "--compile"), "file"),
         pytest.param(("--compile_cache", "file/new", "--compile"), "file", marks=pytest.mark.slow),
     ),

@@ -56,9 +56,17 @@ def cache(tmp_path_factory):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
+class Pools(dict):
+    """Threads by instruction set. The library of each takes a compiler seconds: made when asked."""
+
+    def __missing__(self, march: str) -> CPUThreads:
+        self[march] = CPUThreads(2, march)
+        return self[march]
+
+
 @pytest.fixture(scope="module")
 def pools(cache):
-    pools = {march: CPUThreads(2, march) for march in LEVELS}
+    pools = Pools()
     yield pools
     for threads in pools.values():
         threads.close()

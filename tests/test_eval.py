@@ -416,6 +416,7 @@ def test_a_users_mistake_through_the_command(directory, texts):
     assert run.returncode == 2 and run.stdout == "" and len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow  # tests/test_startup.py has it before PyTorch is imported
 def test_without_lm_eval_the_error_names_the_package(directory, tmp_path):
     (tmp_path / "lm_eval.py").write_text("raise ImportError('not here')")  # hides an installed one
     arguments = "--checkpoint_path", str(directory), "--tasks", "arc_easy"

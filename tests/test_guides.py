@@ -71,7 +71,7 @@ def check_errors(found: str) -> None:
         assert max(map(float, errors)) < (1e-5 if dtype == "float32" else 4e-3), (dtype, errors)
 
 
-def test_the_guide_to_a_format_runs(copy):
+def test_the_guide_to_a_format_runs(copy, directory, tmp_path):
     file = copy / "formats/int5.py"
     (code,), (diff,), (check,) = (
         blocks(step(1), "python"),
@@ -93,9 +93,9 @@ def test_the_guide_to_a_format_runs(copy):
     file.write_text(f"{plain.rstrip()}\n\n{fast}")
     check_errors(run(copy, "check.py", "int5"))
 
-    directory = run(copy, "-c", "import generate; print(generate.embedded_checkpoint())").strip()
-    run(copy, "quantize.py", "--checkpoint_path", directory, "--mode", "int5")
-    target = Path(directory).with_name("model_int5")
+    target = tmp_path / "model_int5"
+    options = "--checkpoint_path", str(directory), "--output_dir", str(target), "--mode", "int5"
+    run(copy, "quantize.py", *options)
     options = "--checkpoint_path", str(target), "--prompt", "import os", "--max_new_tokens", "20"
     assert len(run(copy, "generate.py", *options)) > 20
 
@@ -161,6 +161,7 @@ def test_a_command_of_the_experiments_runs(command):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_router_changes_the_answer_and_leaves_the_kernels():
     done = subprocess.run(
         [sys.executable, ROOT / "examples/custom_routing.py"],

@@ -274,11 +274,16 @@ def assembly(function, **constants: int) -> str:
 
     constants: values of its constexpr arguments.
     """
-    calls = [node for node in ast.walk(ast.parse(function.src)) if isinstance(node, ast.Call)]
+    tree = ast.parse(function.src)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     (call,) = (
         node for node in calls if getattr(node.func, "attr", None) == "inline_asm_elementwise"
     )
-    text = eval(compile(ast.Expression(call.args[0]), function.__name__, "eval"), constants)
+    named = {
+        node.target.id: node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)
+    }
+    text = named.get(getattr(call.args[0], "id", None), call.args[0])
+    text = eval(compile(ast.Expression(text), function.__name__, "eval"), constants)
     return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
 
 

@@ -201,13 +201,13 @@ def test_greedy_answers_of_the_embedded_model(tiny, tokenizer):
     def answers(cache_class: type[KVCache], *prompts: list[int]) -> list[tuple[int, ...]]:
         options = SessionOptions(batch=len(prompts), prefill_chunk=50, cache_class=cache_class)
         session = Session(tiny, 256, options)
-        found = list(zip(*session.stream_all(prompts, 40, GREEDY), strict=True))
+        found = list(zip(*session.stream_all(prompts, 16, GREEDY), strict=True))
         for cache in session.states:
             cache.kv.fill_(7)
             scales = getattr(cache, "scale", cache.kv)
             scales.fill_(float("inf") if cache_class is Int8KVCache else 7)
         session.reset()
-        assert list(zip(*session.stream_all(prompts, 40, GREEDY), strict=True)) == found
+        assert list(zip(*session.stream_all(prompts, 16, GREEDY), strict=True)) == found
         return found
 
     together = answers(Int8KVCache, *prompts)

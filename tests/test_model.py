@@ -137,7 +137,7 @@ def test_attend_chunk_equals_attend_with_a_mask(Q, earlier, K, G, window):
     blocks=st.integers(1, 5),
     window=st.none() | st.integers(1, 700),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_blocks_in_use_are_those_with_visible_positions(B, Q, blocks, window):
     S = blocks * BLOCK
     q, k, v, positions, bias = attention_case(B, Q, S, 2, 2, window)
@@ -191,7 +191,7 @@ def sink_attention(heads: int, kv_heads: int, window: int | None, sinks: torch.T
     window=st.none() | st.integers(1, 300),
     size=st.sampled_from((0.1, 3.0, 30.0)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_every_attention_path_applies_sinks(B, Q, blocks, K, G, window, size):
     S = blocks * BLOCK
     q, k, v, positions, bias = attention_case(B, Q, S, K, G, window)

@@ -108,30 +108,48 @@ def run(given: dict, **variables: str):
     return run_without_gpu("moe_kernels_without_gpu.py", given=given, **variables)
 
 
-def check_layers(*layers: tuple) -> None:
-    """Check layers: family, format, then sequences, queries of each, and their last real tokens."""
-    found = run({"cases": [], "layers": layers}, TRITON_INTERPRET="1")["layers"]
-    for layer, blocks in zip(layers, found, strict=True):
-        for errors in blocks:
-            assert errors["experts"] == 0, (layer, errors)
-            assert max(errors["x"], errors["weights"]) < 2e-3, (layer, errors)  # fp16
-            assert errors["cache"] < 1e-3, (layer, errors)
-            assert errors["again"] == 0, (layer, errors)
-
-
-def test_a_layer_is_the_blocks_own():
-    check_layers(("qwen3_moe", "int4"), dense("qwen3_moe", "int4"))
-
-
-def test_a_layer_of_experts_without_a_gate_is_the_blocks_own():
-    """And a block of a mixer alone. The shared expert counts as two of the others."""
-    check_layers(("nemotron_h", "int4"))
-
-
 def dense(*layer) -> tuple:
     """Return the arguments of `layer_errors` for a layer with a dense FFN."""
     family, format, batch, queries, last, ranges = [*layer, *(1, 1, None, False)[len(layer) - 2 :]]
     return family, format, batch, queries, last, (0,), ranges, True
+
+
+QUICK_LAYERS = (
+    ("qwen3_moe", "int4"),
+    dense("qwen3_moe", "int4"),
+    ("nemotron_h", "int4"),  # no gate, and a block of a mixer alone; a shared expert twice as wide
+    ("qwen2_moe", "q4_0+q8_0"),  # a shared expert with a gate, in another format and order of x
+)
+NAN, MINUS_NAN, LOWEST_NAN, MINUS_INF = 0x7FC00000, -0x400000, -1, -0x800000  # bits of fp32
+SCORES = [[value] * 6 for value in (NAN, MINUS_NAN, LOWEST_NAN, MINUS_INF)]
+SCORES.append([MINUS_INF, LOWEST_NAN, 0, NAN, MINUS_NAN, MINUS_INF])
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict:
+    """Return the results of one process, whose imports take as long as a layer."""
+    given = {"cases": [], "layers": QUICK_LAYERS, "scores": SCORES}
+    return run(given, TRITON_INTERPRET="1")
+
+
+def check_layer(layer: tuple, blocks: list[dict[str, float]]) -> None:
+    for errors in blocks:
+        assert errors["experts"] == 0, (layer, errors)
+        assert max(errors["x"], errors["weights"]) < 2e-3, (layer, errors)  # fp16
+        assert errors["cache"] < 1e-3, (layer, errors)
+        assert errors["again"] == 0, (layer, errors)
+
+
+def check_layers(*layers: tuple) -> None:
+    """Check layers: family, format, then sequences, queries of each, and their last real tokens."""
+    found = run({"cases": [], "layers": layers}, TRITON_INTERPRET="1")["layers"]
+    for layer, blocks in zip(layers, found, strict=True):
+        check_layer(layer, blocks)
+
+
+@pytest.mark.parametrize("number", range(len(QUICK_LAYERS)))
+def test_a_layer_is_the_blocks_own(number, quick):
+    check_layer(QUICK_LAYERS[number], quick["layers"][number])
 
 
 @pytest.mark.slow
@@ -187,11 +205,6 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
 def test_a_layer_of_many_tokens_is_the_blocks_own(layer):
     """The tokens are a prompt's chunk with padding. The fifth case has padding alone."""
     check_layers(layer)
-
-
-def test_a_shared_expert_in_another_format_is_the_blocks_own():
-    """It has a gate, and its integers of x are in another order than the experts'."""
-    check_layers(("qwen2_moe", "q4_0+q8_0"))
 
 
 @pytest.mark.slow
@@ -251,12 +264,10 @@ def test_the_sum_over_ranks_of_products_that_send():
         assert errors.get("quantized", 0) < 1e-5 and errors.get("differing", 0) < 0.01, errors
 
 
-def test_scores_that_are_no_numbers_choose_experts_all_the_same():
+def test_scores_that_are_no_numbers_choose_experts_all_the_same(quick):
     """w2 would wait forever for an index that is not stored, and read behind the last expert."""
-    nan, minus_nan, lowest_nan, minus_inf = 0x7FC00000, -0x400000, -1, -0x800000
-    scores = [[value] * 6 for value in (nan, minus_nan, lowest_nan, minus_inf)]
-    scores.append([minus_inf, lowest_nan, 0, nan, minus_nan, minus_inf])
-    for chosen in run({"cases": [], "scores": scores}, TRITON_INTERPRET="1")["chosen"]:
+    assert len(quick["chosen"]) == len(SCORES)
+    for chosen in quick["chosen"]:
         assert len(set(chosen)) == 4 and all(0 <= expert < 6 for expert in chosen), chosen
 
 

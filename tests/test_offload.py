@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from functools import cache
-from math import inf
+from functools import cache, partial
+from operator import mul
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,9 +34,18 @@ from models.gpt_oss import GptOssArgs
 from models.layers.yarn import Yarn
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
-from offload.balance import Balance, Cost, Prediction, line_through
+from offload import plan
+from offload.balance import (
+    MEASURED_STEPS,
+    Balance,
+    Prediction,
+    choose_copies,
+    choose_threads,
+    measure_balance,
+)
 from offload.cache import DeviceExpertCache, ExpertCache
-from offload.cpu_share import THREAD, serve, set_copies
+from offload.cpu_experts import CPUExperts
+from offload.cpu_share import THREAD, PlainProducts, cpu_products, serve, set_copies
 from offload.experts import (
     ALIGN,
     COUNTERS,
@@ -47,7 +57,7 @@ from offload.experts import (
 from offload.plan import OffloadSettings, fill_blobs, register_host_memory
 from offload.profile import FILE_NAME, Profile, read_profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
-from ops.step.cpu_share import ANSWERED, ASKED, new_mailbox
+from ops.step.cpu_share import ANSWERED, ASKED, STOP, new_mailbox
 from ops.step.expert_paging import MAX_PAIRS, TRIED, place
 from runtime.kernel_choice import choose_runner
 from runtime.runner import CompiledRunner
@@ -333,17 +343,17 @@ def test_biases_on_the_cpu(make):
 
 
 def test_a_failure_of_the_cpu_is_reported_and_blocks_nobody(caplog):
-    box, stop = new_mailbox(4, torch.empty(8)), threading.Event()
+    box = new_mailbox(4, torch.empty(8))
 
     def fail() -> None:
         raise ValueError("broken")
 
-    thread = threading.Thread(target=serve, args=(box, fail, stop))
+    thread = threading.Thread(target=serve, args=(box, fail))
     thread.start()
     box.flags[ASKED] = 1
     while box.flags[ANSWERED] != 1:
         time.sleep(1e-3)
-    stop.set()
+    box.flags[STOP] = 1
     thread.join(timeout=10)
     assert not thread.is_alive() and box.y.isnan().all()
     assert "share of layer 0 failed" in caplog.text and "broken" in caplog.text
@@ -359,34 +369,79 @@ def test_the_thread_ends_with_its_model(make):
     assert not thread.is_alive()
 
 
-def test_misses_are_divided_so_that_both_shares_end_together():
-    equal = Balance(Cost(0.0, 1.0), Cost(0.0, 1.0), 1)
-    assert equal.split("auto", 5) == [0, 1, 1, 2, 2, 3]
-    slow_cpu = Balance(Cost(0.0, 1.0), Cost(100.0, 1.0), 1)
-    assert slow_cpu.split("auto", 4) == [0, 1, 2, 3, 4]  # never worse than copying all
-    fast_cpu = Balance(Cost(0.0, 3.0), Cost(0.5, 1.0), 1)
-    assert fast_cpu.split("auto", 4) == [0, 0, 0, 1, 1]
-    for balance in (equal, slow_cpu, fast_cpu):
-        for misses, copied in enumerate(balance.split("auto", 8)):
-            best = min(balance.seconds(misses, n) for n in range(misses + 1))
-            assert balance.seconds(misses, copied) == best
-    no_cpu = Balance(Cost(1.0, 1.0), line_through((inf, inf), (1, 4)), 8 * 10**9)
-    assert no_cpu.split("auto", 3) == no_cpu.split("gpu", 3) == [0, 1, 2, 3]
-    assert equal.split("cpu", 3) == [0] * 4
-    assert no_cpu.describe() == "copies at 8 GB/s"
-    assert line_through((3.0, 9.0), (1, 4)) == Cost(1.0, 2.0)
-    assert line_through((3.0, 2.0), (1, 4)).each > 0
+def test_misses_are_divided_as_was_fastest():
+    """Rows: n misses; columns: how many are copied."""
+    shared = [[2.0], [9.0, 5.0], [10.0, 5.0, 9.0], [11.0, 9.5, 9.0, 9.2]]
+    balance = Balance([1.0, 4.0, 8.0, 12.0], shared, 4 * 10**9, threads=7)
+    assert balance.split("auto", 3) == [0, 1, 1, 3]  # of 9.0 and 9.2 the one with more copies
+    assert balance.split("auto", 7)[3:] == [3, 4, 5, 6, 7]
+    assert balance.split("cpu", 4) == [0] * 5 and balance.split("gpu", 4) == [0, 1, 2, 3, 4]
+    assert balance.costs([0, 1, 1, 3]) == [1.0, 4.0, 4.0, 8.2]
+    assert balance.costs(None) == [0.0, 3.0, 7.0, 11.0]
+    rates = "copies at 1 GB/s, CPU products at 1.09 GB/s with 7 threads, both at 1.33 GB/s"
+    assert balance.describe() == rates
+    no_cpu = Balance([1.0, 2.0], [], 8 * 10**9)
+    assert no_cpu.split("auto", 3) == [0, 1, 2, 3] and no_cpu.describe() == "copies at 4 GB/s"
+
+
+def test_the_cpu_is_asked_only_if_that_pays():
+    balance = Balance([1.0, 4.0, 8.0], [[2.0], [4.5, 5.0], [4.7, 4.2, 9.0]], 1)
+    choose = partial(choose_copies, balance)
+    assert choose("auto", 2, 0.0) == [0, 0, 1]
+    assert choose("auto", 2, 0.9) is None  # a request's kernels cost more than it saves
+    assert choose("cpu", 2, 0.9) == [0, 0, 0] and choose("gpu", 2, 0.0) is None
+    assert choose_copies(Balance([1.0, 4.0], [], 1), "cpu", 2, 0.0) is None
+    slow_cpu = Balance([1.0, 4.0], [[1.0], [90.0, 4.0]], 1)
+    assert choose_copies(slow_cpu, "auto", 2, 0.0) is None
 
 
 def test_the_expected_speed():
-    balance = Balance(Cost(0.0, 1.0), Cost(0.0, 1.0), 1)
-    for compute, seconds in (("auto", 1.0), ("gpu", 2.0), ("cpu", 2.0)):
-        found = Prediction(balance, balance.split(compute, 2), layers=3, active=2, resident=4.0)
-        assert found.tokens_per_second(1.0) == 1 / 4
-        assert found.tokens_per_second(0.0) == 1 / (4 + 3 * seconds)  # two misses a layer
-        one = balance.seconds(1, found.copies[1])
-        expected = 4 + 3 * (0.5 * one + 0.25 * seconds)
-        assert found.tokens_per_second(0.5) == pytest.approx(1 / expected)
+    balance = Balance([1.0, 4.0, 8.0], [[2.0], [4.5, 5.0], [4.7, 4.2, 9.0]], 1)
+    for copies, costs in ((None, (0.0, 3.0, 7.0)), ([0, 0, 1], (1.0, 3.5, 3.2))):
+        found = Prediction(balance, copies, layers=3, resident=4.0)
+        for hits, ways in ((1.0, (1, 0, 0)), (0.0, (0, 0, 1)), (0.5, (0.25, 0.5, 0.25))):
+            expected = 4 + 3 * sum(map(mul, ways, costs))
+            assert found.tokens_per_second(hits) == pytest.approx(1 / expected)
+
+
+def test_paging_is_measured_as_a_step_runs_it(make):
+    """Requests are answered by the layers' thread, and caches keep their experts."""
+    model = load(make("int4"), OffloadSettings(3, compute="cpu"))
+    layers = offloaded_layers(model)
+    before, asked = [layer.cache.cached() for layer in layers], int(layers[0].box.flags[ASKED])
+    blobs = [layer.pool.clone() for layer in layers]
+    balance = measure_balance(layers, [PlainProducts], torch.empty(0, 64), 2)
+    assert [*map(len, balance.shared)] == [1, 2, 3] and len(balance.alone) == 3
+    assert min(min(map(min, balance.shared)), *balance.alone) > 0
+    least, most = MEASURED_STEPS
+    rounds = int(layers[0].box.flags[ASKED]) - asked
+    assert 3 * (least + 1) * len(LAYERS) <= rounds <= 3 * (most + 1) * len(LAYERS)
+    assert [layer.cache.cached() for layer in layers] == before
+    assert all(map(torch.equal, blobs, [layer.pool for layer in layers]))
+
+
+def test_the_fastest_number_of_threads_is_taken(make):
+    products: list[CPUExperts] = []
+
+    def remember(*given):
+        products.append(cpu_products(*given))
+        return products[-1]
+
+    with mock.patch.object(plan, "cpu_products", remember):
+        load(make("int4"), OffloadSettings(3, compute="cpu"))
+    threads = products[0].threads
+    if not threads.compiled:
+        pytest.skip("needs g++")
+    experts, x = torch.tensor([1, 4], dtype=torch.int32), torch.ones(1, 64)
+    given = x, experts, torch.zeros(2, dtype=torch.int32), torch.ones(2)
+    expected = [each(*given, torch.empty(1, 64)) for each in products]
+    for speeds, best in (({3: 1.0, 2: 0.5, 1: 0.9}, 2), ({3: 1.0, 2: 0.99, 1: 0.98}, 1)):
+        threads.resize(3)
+        found = choose_threads(products, lambda speeds=speeds: speeds[threads.count])
+        assert found == threads.count == best
+    found = [each(*given, torch.empty(1, 64)) for each in products]  # by the new threads
+    assert all(map(torch.equal, found, expected))
+    assert choose_threads([PlainProducts], lambda: 0.0) == 0
 
 
 # Profiles -----------------------------------------------------------------------------------------
@@ -585,8 +640,16 @@ def test_fused_layers_over_slots():
 # Runners ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compute", (pytest.param("gpu", marks=pytest.mark.slow), "cpu"))
-def test_compiled_equals_eager(make, compute):
+@pytest.mark.parametrize(
+    ("compute", "backend"),
+    (
+        ("cpu", "eager"),  # traced, and not compiled
+        pytest.param("cpu", "inductor", marks=pytest.mark.slow),
+        pytest.param("gpu", "inductor", marks=pytest.mark.slow),
+    ),
+)
+def test_compiled_equals_eager(make, compute, backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     resident, model = load(make("fp32")), load(make("fp32"), OffloadSettings(3, compute=compute))
     assert choose_runner(resident) is CompiledRunner
     assert choose_runner(model) is OffloadRunner

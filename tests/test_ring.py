@@ -10,8 +10,7 @@ from conftest import smoke_diagonal
 from ring_worker import answer
 from test_batch import GREEDY, SAMPLINGS, run
 from test_batch_speculation import OUTCOMES, open_batch, with_drafts
-from test_tp import torchrun
-from without_gpu import ROOT
+from test_tp import run_ranks
 
 from formats.kv_cache import KV_CACHES
 from model import Chunk, KVCache, ModelArgs, Transformer
@@ -248,7 +247,7 @@ def test_a_context_of_128k_costs_little_and_the_plan_knows_it():
 @pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "gemma4"))
 def test_two_ranks_answer_as_one_with_whole_caches(family, make_family, monkeypatch):
     directory, length, count = make_family(family).directory, 180, 60
-    command = torchrun(2, ROOT / "tests" / "ring_worker.py", directory, str(length), str(count))
+    command = run_ranks(2, "ring_worker", directory, str(length), str(count))
     out, errors = command.communicate(timeout=300)
     assert command.returncode == 0, errors
     found = json.loads(out.splitlines()[-1])

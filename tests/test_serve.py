@@ -436,11 +436,11 @@ def test_answers_decode_side_by_side_and_are_those_given_alone(start, alone, mon
     monkeypatch.setattr(
         running.session, "decode", lambda size, n: (sizes.add(size), decode(size, n))
     )
-    requests = [(f"def f{n}(x):\n", {"seed": n, "temperature": 0.9 * (n % 2)}) for n in range(12)]
-    with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda r: running.complete(r[0], max_tokens=40, **r[1]), requests))
+    requests = [(f"def f{n}(x):\n", {"seed": n, "temperature": 0.9 * (n % 2)}) for n in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda r: running.complete(r[0], max_tokens=30, **r[1]), requests))
     for (prompt, options), answer in zip(requests, found, strict=True):
-        assert answer.choices[0].text == alone(prompt, 40, Sampling(**options))["text"]
+        assert answer.choices[0].text == alone(prompt, 30, Sampling(**options))["text"]
     assert max(sizes) > 2
 
 
@@ -1259,6 +1259,7 @@ def test_a_wrong_host_is_one_line(host):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow  # tests/test_startup.py has it before PyTorch is imported
 def test_a_missing_package_is_one_line(tmp_path):
     (tmp_path / "starlette.py").write_text("raise ImportError('no starlette')")
     search = os.pathsep.join(map(str, (tmp_path, ROOT)))

@@ -256,11 +256,11 @@ PROMPTS = [PROMPT, PROMPT * 5 + [3], [9], list(range(100, 60, -1)), [1, 2]]
 )
 def test_each_sequence_of_a_batch_is_as_if_alone(family, count):
     model = load_model(family.directory, "cpu")
-    alone = [generate(Session(model, 64), ids, 20) for ids in PROMPTS]
+    alone = [generate(Session(model, 64), ids, 9) for ids in PROMPTS]
     session = open_session(model, 64, batch=count)
     for first in range(0, len(PROMPTS), count):  # with 2, the last prompt has no neighbor
         some = PROMPTS[first : first + count]
-        answers = list(zip(*session.stream_all(some, 20, GREEDY), strict=True))
+        answers = list(zip(*session.stream_all(some, 9, GREEDY), strict=True))
         assert [list(answer) for answer in answers] == alone[first : first + count]
 
 
@@ -319,7 +319,7 @@ def test_another_length_does_not_recompile(family, eager_backend):
     model = load_model(family.directory, "cpu")
     options = dict(compile=True, compile_prefill=True, batch=2, prefill_chunk=48)
     session = open_session(model, 100, **options)
-    lengths = [33, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 47, 48, 49, 64, 79, 80, 81]
+    lengths = [33, 1, 2, 3, 8, 16, 47, 48, 49, 81]
     counts = []
     for length in lengths:
         session.reset()
@@ -449,7 +449,7 @@ def check_compiled(directory, dtype=None) -> None:
     # Begin, logits and each kind of block, for prefill and for decode, and two ways to sample:
     # equal layers share one compiled function.
     assert before <= 2 * (2 + len(kinds)) + 2
-    for length in range(1, 160, 8):
+    for length in range(1, 160, 16):
         temperature, top_p = 0.1 + length / 100, 0.5 + length / 320
         settings = Sampling(temperature, top_k=length, top_p=top_p, seed=length)
         generate(session, [i % 150 for i in range(length)], 3, settings)

@@ -517,16 +517,16 @@ def test_the_command_speculates(command):
 def test_the_command_speculates_by_itself(command):
     """By default, and with a draft model: the text of plain decoding, and the counts of passes."""
     prompt = TEXT * 3 + "def read(path):\n"
-    common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "120", "--ignore_eos"
+    common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "60", "--ignore_eos"
     _, expected, _ = command(*common, "--speculate", "off")
     draft = "--draft_checkpoint_path", str(generate.embedded_checkpoint())
-    for options in ((), ("--speculate", "auto"), ("--speculate", "auto", *draft)):
+    for options in ((), ("--speculate", "auto", *draft)):
         _, out, _ = command(*common, *options, "--json")
         result = json.loads(out)
         found = result["speculation"]
         assert result["text"] + "\n" == expected and result["gb_s"] is None
         assert 0 < found["accepted"] <= found["drafted"]
-        assert found["tokens_per_pass"] == 119 / found["passes"] > 1
+        assert found["tokens_per_pass"] == 59 / found["passes"] > 1
     few = json.loads(command(*common, *draft, "--draft_vocab", "500", "--json")[1])
     assert few["text"] + "\n" == expected
     assert few["speculation"]["tokens_per_pass"] < 5  # with all tokens every draft is accepted

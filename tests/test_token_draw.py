@@ -55,8 +55,20 @@ PASSES = tuple(
 )
 
 
-def check_passes(*cases: dict) -> None:
-    found = run_without_gpu("token_draw_without_gpu.py", given=cases, TRITON_INTERPRET="1")
+QUICK_PASSES = (dict(SHARED[0], groups=8, passes=2),)
+
+
+def results(*cases: dict) -> list[dict]:
+    return run_without_gpu("token_draw_without_gpu.py", given=cases, TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[dict]:
+    """Return the results of `make test`: those of one process, which takes long to start."""
+    return results(*QUICK_PASSES, QUICK, *UNBOUNDED)
+
+
+def check_passes(cases: tuple[dict, ...], found: list[dict]) -> None:
     for case, result in zip(cases, found, strict=True):
         assert result["plain"] == result["fused"] and result["same"], (case, result)
     counts = set()
@@ -70,38 +82,37 @@ def check_passes(*cases: dict) -> None:
 
 @pytest.mark.slow
 def test_a_pass_accepts_what_plain_pytorch_does():
-    check_passes(*PASSES[:2])
+    check_passes(PASSES[:2], results(*PASSES[:2]))
 
 
-def test_a_pass_of_several_sequences_accepts_what_plain_pytorch_does():
-    check_passes(dict(SHARED[0], groups=8, passes=2))
+def test_a_pass_of_several_sequences_accepts_what_plain_pytorch_does(quick):
+    check_passes(QUICK_PASSES, quick[:1])
 
 
 @pytest.mark.slow
 def test_passes_of_several_sequences_for_every_kind_of_logits():
-    check_passes(*SHARED)
+    check_passes(SHARED, results(*SHARED))
 
 
 @pytest.mark.slow
 def test_a_pass_accepts_what_plain_pytorch_does_for_every_kind_of_logits():
-    check_passes(*PASSES)
+    check_passes(PASSES, results(*PASSES))
 
 
-def check(*cases: dict) -> None:
-    found = run_without_gpu("token_draw_without_gpu.py", given=cases, TRITON_INTERPRET="1")
+def check(cases: tuple[dict, ...], found: list[dict]) -> None:
     for case, result in zip(cases, found, strict=True):
         assert result["plain"] == result["fused"] and result["same"], (case, result)
         if case["logits"] == "damaged":
             assert result["plain"][:4] == [-1] * 4 and min(result["plain"][4:]) >= 0
 
 
-def test_the_tokens_are_those_of_plain_pytorch():
-    check(QUICK, *UNBOUNDED)
+def test_the_tokens_are_those_of_plain_pytorch(quick):
+    check((QUICK, *UNBOUNDED), quick[1:])
 
 
 @pytest.mark.slow
 def test_the_tokens_are_those_of_plain_pytorch_for_every_kind_of_logits():
-    check(*CASES)
+    check(CASES, results(*CASES))
 
 
 @pytest.mark.slow

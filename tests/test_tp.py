@@ -6,6 +6,7 @@ QUICK on two ranks, `make test-all` the others.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import generate
 import tp
 from checkpoint import Checkpoint, Writer
 from formats import FORMATS
@@ -341,7 +343,8 @@ NARROW_FORMATS = "int4", "fp8b"
 # An eighth of these small rows is less than the 64 codes that 8-bit formats pack together.
 FOR_8_RANKS = "fp32", "int4", "hqq2"
 COMPILED = ("olmoe", "fp32"), ("olmoe", "int8")  # with two all-reduces that are independent
-CASES = smoke_diagonal(FAMILIES, PLAIN_AND_PACKED, also=[("olmoe", "fp32"), ("olmoe", "int4")])
+OLMOE = [("olmoe", format, parallel) for format in ("fp32", "int4") for parallel in tp.PARALLEL]
+CASES = smoke_diagonal(FAMILIES, PLAIN_AND_PACKED, tp.PARALLEL, also=OLMOE)
 QUICK = {tuple(case.values) for case in CASES if not case.marks}
 RANKS = (2, pytest.param(4, marks=pytest.mark.slow))
 
@@ -402,26 +405,33 @@ def torchrun(ranks: int, *command: str, **options) -> subprocess.Popen:
     return subprocess.Popen(launch, cwd=ROOT, env=environment(), **pipes, **options)
 
 
+def run_ranks(ranks: int, module: str, *arguments: str | Path) -> subprocess.Popen:
+    """Start a module's `main` on several ranks."""
+    command = [sys.executable, ROOT / "tests" / "ranks.py", str(ranks), module, *arguments]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
+
+
 def list_cases(ranks: int, quick: bool, checkpoints) -> dict[str, dict]:
     """Return the cases of one launch, by name."""
-    cases, pairs = {}, [("narrow", format) for format in NARROW_FORMATS] if quick else []
-    for family in FAMILIES:
-        for format in PLAIN_AND_PACKED if ranks < 8 else FOR_8_RANKS:
-            if not quick or (family, format) in QUICK:
-                pairs.append((family, format))
-    for family, format in pairs:
-        for parallel in tp.PARALLEL:
-            case = {
-                "checkpoint": str(checkpoints(family, format)),
-                "parallel": parallel,
-                "compiled": False,
-                "greedy": format == "fp32",
-            }
-            cases[f"{family} {format} {parallel}"] = case
-            compiles = (family, format) in COMPILED and ranks == 2 and not quick
-            if compiles and parallel == "tensor":
-                compiled = {**case, "compiled": True, "greedy": False}
-                cases[f"{family} {format} compiled"] = compiled
+    formats = PLAIN_AND_PACKED if ranks < 8 else FOR_8_RANKS
+    wanted = [*itertools.product(FAMILIES, formats, tp.PARALLEL)]
+    if quick:
+        wanted = [case for case in wanted if case in QUICK]
+        wanted += itertools.product(NARROW, NARROW_FORMATS, tp.PARALLEL)
+    cases = {}
+    for family, format, parallel in wanted:
+        case = {
+            "checkpoint": str(checkpoints(family, format)),
+            "parallel": parallel,
+            "compiled": False,
+            "greedy": format == "fp32",
+        }
+        cases[f"{family} {format} {parallel}"] = case
+        compiles = (family, format) in COMPILED and ranks == 2 and not quick
+        if compiles and parallel == "tensor":
+            compiled = {**case, "compiled": True, "greedy": False}
+            cases[f"{family} {format} compiled"] = compiled
     return cases
 
 
@@ -436,7 +446,7 @@ def found(checkpoints, tmp_path_factory):
     def launch(ranks: int, quick: bool) -> dict:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         (folder / "cases.json").write_text(json.dumps(list_cases(ranks, quick, checkpoints)))
-        process = torchrun(ranks, ROOT / "tests" / "tp_worker.py", folder)
+        process = run_ranks(ranks, "tp_worker", folder)
         _, errors = process.communicate(timeout=600)
         if process.returncode:  # cached: the next test does not launch it again
             return {"failed": errors}
@@ -444,7 +454,7 @@ def found(checkpoints, tmp_path_factory):
 
     def case(ranks: int, name: str) -> dict:
         family, format, kind = name.split()
-        quick = ranks == 2 and (family, format) in QUICK and kind in tp.PARALLEL
+        quick = ranks == 2 and (family, format, kind) in QUICK
         quick = quick or family in NARROW
         cases = launch(ranks, quick)
         assert "failed" not in cases, cases["failed"][-4000:]
@@ -454,8 +464,7 @@ def found(checkpoints, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("parallel", tp.PARALLEL)
-@pytest.mark.parametrize(("family", "format"), CASES)
+@pytest.mark.parametrize(("family", "format", "parallel"), CASES)
 def test_ranks_answer_as_one_process(family, format, parallel, ranks, checkpoints, found):
     case = found(ranks, f"{family} {format} {parallel}")
     assert case["difference"] < 1e-4  # the logits' standard deviation is near one
@@ -475,11 +484,11 @@ def test_ranks_whose_edges_lie_within_groups(format, parallel, checkpoints, foun
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
-    ("family", "format"), [case for case in CASES if case.values[0] == "mixtral"]
+    ("family", "format", "parallel"), [case for case in CASES if case.values[0] == "mixtral"]
 )
-def test_eager_ranks_do_not_load_the_compiler(family, format, ranks, found):
+def test_eager_ranks_do_not_load_the_compiler(family, format, parallel, ranks, found):
     """Only the first family: some others' attention imports the compiler."""
-    assert not found(ranks, f"{family} {format} tensor")["compiler"]
+    assert not found(ranks, f"{family} {format} {parallel}")["compiler"]
 
 
 @pytest.mark.slow
@@ -808,11 +817,17 @@ def test_ranks_that_differ_are_refused_in_one_line():
     assert [out for out, _ in outputs] == ["", ""] and outputs[1][1] == ""
 
 
-def test_torchrun_gives_the_same_text_and_only_rank_0_prints():
-    process = torchrun(2, "generate.py", *ANSWER)
+@pytest.mark.parametrize("start", ("forked", pytest.param("torchrun", marks=pytest.mark.slow)))
+def test_two_ranks_give_the_same_text_and_only_rank_0_prints(start, monkeypatch, capsys):
+    if start == "torchrun":
+        process = torchrun(2, "generate.py", *ANSWER)
+    else:
+        process = run_ranks(2, "generate", *ANSWER)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *ANSWER])
+    assert generate.main() == 0
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert out == answer()
+    assert out == capsys.readouterr().out
     assert errors.count("40 new tokens") == errors.count("tensor parallel on 2 ranks") == 1
 
 

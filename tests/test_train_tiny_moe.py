@@ -450,6 +450,7 @@ def test_a_trained_head_is_added_and_the_rest_stays(headed):
     assert all(tensor.dtype == torch.bfloat16 for tensor in head.values())
 
 
+@pytest.mark.slow
 def test_training_makes_the_head_better(headed):
     """On held-out text, from the head that it begins with; for each draft of a chain."""
     folder, summary = headed

@@ -24,7 +24,7 @@ from ops.step import draft_check, outbox, token_draw
 from ops.step.draft_check import MOST
 from runtime import verification
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
-from tests.interpreter_bounds import check_bounds
+from tests import interpreter
 from tests.kernels_without_gpu import OnCuda
 from tests.launched_code import launched_code
 
@@ -185,7 +185,7 @@ def main() -> int:
     cases = json.load(sys.stdin)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
-        check_bounds()
+        interpreter.prepare()
     result = [(run_pass if "drafts" in case else run)(case) for case in cases]
     print(json.dumps(result if interpreted else counts()))
     return 0

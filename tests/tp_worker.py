@@ -1,4 +1,4 @@
-"""One rank of tests/test_tp.py: `torchrun ... tp_worker.py FOLDER` runs FOLDER/cases.json.
+"""One rank of tests/test_tp.py: `ranks.py N tp_worker FOLDER` runs FOLDER/cases.json.
 
 Rank 0 writes FOLDER/found.json. It has for each case the largest difference of logits, the
 greedy tokens, whether all ranks had the same bits, the bytes that each rank read, and whether

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
-from ops.attention.mla import attend_latent
-from ops.attention.mla_settings import has_tiles
+from ops.attention.mla import attend_latent, has_tiles
 from ops.attention.softmax import merge_partial
 from ops.declared import LatentAdditions
 from ops.inductor import materialize

@@ -7,8 +7,6 @@ memory, where tensor cores want two positions of a value side by side: 1.5 times
 Letters: M rows of a tile, C head dim, WIDTH: C, or C / 2 units of an int8 cache.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.attention.heads import int8_codes, int8_scale
 from ops.attention.softmax import dot, weigh
 from ops.launch import jit, tl

@@ -18,8 +18,6 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 `last` + 1 are real; M tokens that `Pending` has memory for.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ A program has a few columns of a value head, so that there are many programs. Le
 pending: ops/attention/delta.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import torch
 from torch import Tensor
 

@@ -3,18 +3,19 @@
 On a GPU the kernels of ops/attention/delta.py take them in. Letters are those of that file.
 """
 
-import torch
 from torch import Tensor
 
 from ops.attention.delta import kernels_support
 from ops.attention.delta_many import launch_several
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaSettings, DeltaWeights, Pending
+from ops.inductor import custom_op
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
 
-def take_in(
+@custom_op("moe_fast::delta_take_in", mutates_args=("state", "pending"))
+def take_in_pending(
     state: Tensor,
     pending: list[Tensor],
     weights: list[Tensor],
@@ -47,16 +48,6 @@ def take_in(
     take_in_plain(state, pending, W, position, last, row, advance)
 
 
-_take_in = torch.library.custom_op(
-    "moe_fast::delta_take_in", take_in, mutates_args=("state", "pending")
-)
-
-
-@_take_in.register_fake
+@take_in_pending.register_fake
 def _(*_) -> None:
     return None
-
-
-def take_in_pending(state: Tensor, *rest) -> None:
-    """`take_in`, as an operator in compiled code."""
-    (_take_in if torch.compiler.is_compiling() else take_in)(state, *rest)

@@ -10,8 +10,6 @@ the kernels where they can, else PyTorch. Formulas, letters and the reference:
 ops/plain/gated_delta.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

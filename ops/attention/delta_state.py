@@ -3,8 +3,6 @@
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

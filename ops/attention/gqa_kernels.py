@@ -3,8 +3,6 @@
 `s` is a `KernelSettings`, `a` its `AttentionSettings`. Letters: as in ops/attention/gqa.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.attention.cache_blocks import add_block, append, join_numbers, load_block, split_numbers
 from ops.attention.heads import (
     inverse_rms,
@@ -27,14 +25,12 @@ def find_parts(positions, sequence, s: tl.constexpr):
     Return the position of its first query, the first position that this sees, the end of older
     positions, and the number of parts. A part is one block as long as there are few parts.
     """
-    Q: tl.constexpr = s.queries
     WINDOW: tl.constexpr = s.layer.window
-    BLOCK: tl.constexpr = s.tile.block
-    start = tl.load(positions + sequence * Q).to(tl.int32)
+    start = tl.load(positions + sequence * s.queries).to(tl.int32)
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
-        return start, first, start + Q, tl.num_programs(2)
-    blocks = (start - first + BLOCK - 1) // BLOCK
+        return start, first, start + s.queries, tl.num_programs(2)
+    blocks = (start - first + s.tile.block - 1) // s.tile.block
     parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
     return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
@@ -42,8 +38,7 @@ def find_parts(positions, sequence, s: tl.constexpr):
 @jit
 def _find_span(first, end, part, parts, s: tl.constexpr):
     """Return a part's first position, its end, and its length. Parts are neighbors, and equal."""
-    ALIGN: tl.constexpr = s.align
-    length = (end - first + parts * ALIGN - 1) // (parts * ALIGN) * ALIGN
+    length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
     first += part * length
     return first, tl.minimum(first + length, end), length
 
@@ -51,12 +46,11 @@ def _find_span(first, end, part, parts, s: tl.constexpr):
 @jit
 def _find_rows(sequence, program, s: tl.constexpr):
     """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
-    G: tl.constexpr = s.layer.group
     EACH: tl.constexpr = s.each
     row = tl.arange(0, s.rows)
     query, head = tl.minimum(row // EACH, s.queries - 1), program % s.splits * EACH + row % EACH
-    is_row = (row < s.queries * EACH) & (head < G)
-    head = program // s.splits * G + tl.minimum(head, G - 1)
+    is_row = (row < s.queries * EACH) & (head < s.layer.group)
+    head = program // s.splits * s.layer.group + tl.minimum(head, s.layer.group - 1)
     return query, head, sequence * s.queries + query, is_row
 
 
@@ -68,10 +62,8 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
     """
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
-    M: tl.constexpr = s.rows
-    T: tl.constexpr = s.own_rows
     _, head, token, _ = rows
-    own = sequence * s.queries + tl.minimum(tl.arange(0, T), s.queries - 1)
+    own = sequence * s.queries + tl.minimum(tl.arange(0, s.own_rows), s.queries - 1)
     c = tl.arange(0, C)[None, :]
     r: tl.constexpr = a.rotary_dim
     rotation = load_rotation(rope, token[:, None], c, C, r, s.rope_width, a.rope_begin)
@@ -85,8 +77,8 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
             q_norm, k_norm = q_norm + head[:, None] * C, k_norm + kv_head * C
         elif s.queries == 1 or C > 128:
             # A load for each row: a row's lanes would hold other numbers, and exchange all others.
-            q_norm += tl.zeros([M, 1], tl.int32)
-            k_norm += tl.zeros([T, 1], tl.int32)
+            q_norm += tl.zeros([s.rows, 1], tl.int32)
+            k_norm += tl.zeros([s.own_rows, 1], tl.int32)
     q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
     if weights.sinks is not None:
         sink = tl.load(weights.sinks + head).to(tl.float32)
@@ -106,11 +98,10 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     """
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
-    T: tl.constexpr = s.own_rows
     Q: tl.constexpr = s.queries
     sequence, program, part, start, stored = place
     query, head, token, is_row = rows
-    kv_head, t, c = program // s.splits, tl.arange(0, T), tl.arange(0, C)[None, :]
+    kv_head, t, c = program // s.splits, tl.arange(0, s.own_rows), tl.arange(0, C)[None, :]
     own = qkv + (sequence * Q + tl.minimum(t, Q - 1))[:, None] * a.projected
     q = qkv + token[:, None] * a.projected
     value = load_value(own + (a.first_value + kv_head) * C, c, a)
@@ -133,8 +124,7 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
     is_first = (program % s.splits == 0) & (part == 0)
     is_stored, slot = (t < tl.where(is_first, stored, 0))[:, None], start + t
     if s.ring > 0:
-        R: tl.constexpr = s.ring
-        slot %= R
+        slot %= s.ring
     key = append(cache[0], cache[1], key, slot[:, None], is_stored, C)
     value = append(cache[2], cache[3], value, slot[:, None], is_stored, C)
     if Q == 1:
@@ -163,12 +153,11 @@ def _add_positions(softmax, queries, block, place, query, BLOCK: tl.constexpr, s
     keys, values = block
     begin, end, start = place
     key = begin + tl.arange(0, BLOCK)[None, :]
-    WINDOW: tl.constexpr = s.layer.window
     seen = key < end
     if not s.appends:
         seen = seen & (key <= (start + query)[:, None])
-    if s.longest > WINDOW:
-        seen = seen & (key > (start + query)[:, None] - WINDOW)
+    if s.longest > s.layer.window:
+        seen = seen & (key > (start + query)[:, None] - s.layer.window)
     return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
 
 
@@ -201,9 +190,8 @@ def _prefetch_block(cache, begin, end, s: tl.constexpr):
     """Prefetch keys and values from position `begin` on into L2."""
     count = tl.minimum(end - begin, s.tile.block)
     if s.ring > 0:  # up to the ring's end
-        R: tl.constexpr = s.ring
-        begin %= R
-        count = tl.minimum(count, R - begin)
+        begin %= s.ring
+        count = tl.minimum(count, s.ring - begin)
     if count > 0:
         row_bytes: tl.constexpr = s.width * (cache[0].dtype.element_ty.primitive_bitwidth // 8)
         prefetch(cache[0] + begin * s.width, count * row_bytes)
@@ -246,9 +234,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     softmax = row_max, row_sum, accs
     place = first, end, start
     softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
-    STAGES: tl.constexpr = s.tile.stages
     if s.loops and s.tile.block == BLOCK:
-        for begin in tl.range(first + BLOCK, end, BLOCK, num_stages=STAGES):
+        for begin in tl.range(first + BLOCK, end, BLOCK, num_stages=s.tile.stages):
             keys = load_block(cache[0], cache[1], begin, end, s.width, BLOCK, s.ring)
             values = load_block(cache[2], cache[3], begin, end, s.width, BLOCK, s.ring)
             place = begin, end, start
@@ -291,12 +278,10 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
     place = sequence, program, part, parts, start, first, end, count_stored
-    BLOCK: tl.constexpr = s.tile.block
-    is_wide = ((length > BLOCK) & (length <= 2 * BLOCK)).to(tl.int32)
-    BODIES: tl.constexpr = s.bodies
-    for WIDE in tl.static_range(BODIES):
-        if is_wide == WIDE or BODIES == 1:
-            SIZE: tl.constexpr = BLOCK * (1 + WIDE)
+    is_wide = ((length > s.tile.block) & (length <= 2 * s.tile.block)).to(tl.int32)
+    for WIDE in tl.static_range(s.bodies):
+        if is_wide == WIDE or s.bodies == 1:
+            SIZE: tl.constexpr = s.tile.block * (1 + WIDE)
             _attend_part(qkv, rope, weights, cache, results, place, SIZE, s, PDL)
 
 
@@ -307,7 +292,6 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
 def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
-    EACH: tl.constexpr = s.each
     Q: tl.constexpr = s.queries
     head, token = tl.program_id(0), tl.program_id(2)
     sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
@@ -326,10 +310,10 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
         gate = _load_gate(qkv, token, head, c, a)
         gate = gate if a.head_gate else gate[None, :]
     in_group = head % a.group
-    program = sequence * s.pairs + head // a.group * s.splits + in_group // EACH
+    program = sequence * s.pairs + head // a.group * s.splits + in_group // s.each
     part = tl.arange(0, s.padded_parts)
     is_part = part < parts
-    at = (program * s.parts + part) * s.stored_rows + query * EACH + in_group % EACH
+    at = (program * s.parts + part) * s.stored_rows + query * s.each + in_group % s.each
     maxima = tl.load(results.sums + at * 2, is_part, float("-inf"))
     totals = tl.load(results.sums + at * 2 + 1, is_part, 0.0)
     numbers = results.partial + at[:, None] * C + c[None, :]

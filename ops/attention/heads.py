@@ -4,8 +4,6 @@ Letters: M rows of a tile (heads, or tokens), C head dim. `s` has head_dim, eps,
 fields of `ops.attention.gqa_settings.AttentionSettings`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import add_both, jit, tl
 
 

@@ -13,8 +13,6 @@ then B and C [G N] each; W its width; T tokens, of which a sequence's first `las
 tokens that may be pending.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,24 +110,28 @@ class MambaSettings:
         return triton.next_power_of_2(self.sharing * self.head_dim)
 
 
+# Channels, taps, inputs before a token: each a tuple of those of x, of B, and of C.
+
+
 @jit
 def _load_past(window, channels, s: tl.constexpr):
-    """Return the W - 1 inputs from `window` on."""
-    W: tl.constexpr = s.width
-    inputs = ()
-    for n in tl.static_range(W - 1):
-        inputs = inputs + (tl.load(window + n * s.channels + channels),)
-    return inputs
+    """Return the W - 1 inputs from `window` on, for some tuples of channels."""
+    past = ()
+    for i in tl.static_range(len(channels)):
+        inputs = ()
+        for n in tl.static_range(s.width - 1):
+            inputs = inputs + (tl.load(window + n * s.channels + channels[i]),)
+        past = past + (inputs,)
+    return past
 
 
 @jit
 def _convolve(past, x, taps, bias, s: tl.constexpr):
     """Convolve x and the W - 1 inputs before it, and apply SiLU -> fp32, rounded as x."""
-    W: tl.constexpr = s.width
     total = bias
-    for n in tl.static_range(W - 1):
+    for n in tl.static_range(s.width - 1):
         total += past[n].to(tl.float32) * taps[n]
-    total += x.to(tl.float32) * taps[W - 1]
+    total += x.to(tl.float32) * taps[s.width - 1]
     return (total * tl.sigmoid(total)).to(x.dtype).to(tl.float32)
 
 
@@ -140,27 +142,72 @@ def _decay_and_add(old, x, b, step, rate):
 
 
 @jit
-def _keep(window, past, own, channels, tokens, s: tl.constexpr):
-    """Store the last W - 1 inputs, then those of several tokens of a call as the pending ones.
-
-    own: the first token's channels; None: there are no tokens.
-    """
-    W: tl.constexpr = s.width
-    for n in tl.static_range(W - 1):
-        tl.store(window + n * s.channels + channels, past[n])
-    if own is not None:
-        for token in range(tokens):
-            x = tl.load(own + token * s.row + channels)
-            tl.store(window + (W - 1 + token) * s.channels + channels, x)
+def _move(past, new):
+    """Return the last W - 1 inputs of each tuple, of which `new` has the newest."""
+    moved = ()
+    for i in tl.static_range(len(past)):
+        moved = moved + (past[i][1:] + (new[i],),)
+    return moved
 
 
 @jit
-def _move(window, past, x, channels, s: tl.constexpr):
-    """Store the last W - 1 inputs, of which x is the newest."""
-    W: tl.constexpr = s.width
-    for n in tl.static_range(W - 2):
-        tl.store(window + n * s.channels + channels, past[n + 1])
-    tl.store(window + (W - 2) * s.channels + channels, x)
+def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
+    """Take in a token of the call, and store what it reads, times silu(gate).
+
+    Return the state, and the token's inputs. token: where its inputs, step sizes and results are.
+    convolution: taps and biases. head: its number, the decay's rate, the step's bias, D.
+    """
+    own, dt, read = token
+    taps, biases = convolution
+    number, rate, bias, skip = head
+    new = ()
+    for i in tl.static_range(3):
+        new = new + (tl.load(own + channels[i]),)
+    gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
+    step = softplus(tl.load(dt + number).to(tl.float32) + bias)
+    x = _convolve(past[0], new[0], taps[0], biases[0], s)
+    b = _convolve(past[1], new[1], taps[1], biases[1], s)
+    c = _convolve(past[2], new[2], taps[2], biases[2], s)
+    old = _decay_and_add(old, x, b, step, rate)
+    out = tl.sum(old * c[None, :], 1) + skip * x
+    tl.store(read + channels[0], out * gate * tl.sigmoid(gate))
+    return old, new
+
+
+@jit
+def _keep(window, past, new, own, channels, tokens, s: tl.constexpr):
+    """Store the inputs of some channels that the next call needs.
+
+    One token: `past` and `new`, without the oldest. Several: `past`, then the tokens' inputs, which
+    are pending. own: the first token's inputs; None: there are no tokens.
+    """
+    if s.is_one:
+        for n in tl.static_range(s.width - 2):
+            tl.store(window + n * s.channels + channels, past[n + 1])
+        tl.store(window + (s.width - 2) * s.channels + channels, new)
+    else:
+        for n in tl.static_range(s.width - 1):
+            tl.store(window + n * s.channels + channels, past[n])
+        if own is not None:
+            for token in range(tokens):
+                x = tl.load(own + token * s.row + channels)
+                tl.store(window + (s.width - 1 + token) * s.channels + channels, x)
+
+
+@jit
+def _keep_first(pending, dt, row, group, place, tokens, s: tl.constexpr):
+    """Store where the pending tokens begin, and what gives their step sizes. dt None: none are."""
+    heads = tl.arange(0, s.padded_sharing)
+    exists, heads = heads < s.sharing, group * s.sharing + heads
+    begin = place * 0
+    if not s.is_one:  # noqa: SIM102  (known at compile time)
+        if dt is not None:
+            begin = place + 1
+            for token in range(tokens):
+                number = tl.load(dt + token * s.dt_row + heads, mask=exists)
+                stored = pending.dt + (row * s.most + token) * s.heads
+                tl.store(stored + heads, number, mask=exists)
+    tl.store(pending.first + row * s.heads + heads, begin + 0 * heads, mask=exists)
 
 
 @jit
@@ -170,18 +217,17 @@ def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
     Other programs have written `read`. This one has read none of it, so no L1 has old numbers.
     """
     NUMBERS: tl.constexpr = s.sharing * s.head_dim
-    INNER: tl.constexpr = s.inner
     k = tl.arange(0, s.padded_numbers)
     exists, k = k < NUMBERS, group * NUMBERS + k
     factor = tl.load(weight + k, mask=exists, other=0.0).to(tl.float32)
     for token in range(real):
-        at = token * INNER + k
+        at = token * s.inner + k
         numbers = tl.load(read + at, mask=exists, other=0.0, cache_modifier=".cg")
         numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / NUMBERS + s.eps) * factor
         tl.store(y + at, numbers.to(y.dtype.element_ty), mask=exists)
     zeros = tl.zeros_like(factor).to(y.dtype.element_ty)
     for token in range(real, tokens):
-        tl.store(y + token * INNER + k, zeros, mask=exists)
+        tl.store(y + token * s.inner + k, zeros, mask=exists)
 
 
 # Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. zx and dt are
@@ -211,112 +257,74 @@ def _update_heads_of_groups(
     PDL: tl.constexpr,
 ):
     H: tl.constexpr = s.heads
-    P: tl.constexpr = s.head_dim
     N: tl.constexpr = s.state
-    W: tl.constexpr = s.width
-    BLOCKS: tl.constexpr = s.blocks
-    SHARING: tl.constexpr = s.sharing
     INNER: tl.constexpr = s.inner
-    head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
-    group, row = head // SHARING, sequence
+    head, sequence = tl.program_id(0) // s.blocks, tl.program_id(1).to(tl.int64)
+    group, row = head // s.sharing, sequence
     if pending.row is not None:
         row = tl.load(pending.row + sequence)
     most_tokens = tl.maximum(tokens, 1)
     real = count_real(last, sequence, most_tokens)
     place = tl.load(position + sequence * most_tokens)
     first = tl.load(pending.first + row * H + head)
-    p = tl.program_id(0) % BLOCKS * s.rows + tl.arange(0, s.rows)
+    p = tl.program_id(0) % s.blocks * s.rows + tl.arange(0, s.rows)
     n = tl.arange(0, N)
-    state += ((row * H + head) * P + p[:, None]) * N + n[None, :]
+    state += ((row * H + head) * s.head_dim + p[:, None]) * N + n[None, :]
     old = tl.load(state)
-    xs, bs = head * P + p, INNER + group * N + n
-    cs = bs + s.groups * N
-    x_taps, x_bias = load_taps(weights.conv, xs, s), tl.load(weights.conv_bias + xs).to(tl.float32)
-    b_taps, b_bias = load_taps(weights.conv, bs, s), tl.load(weights.conv_bias + bs).to(tl.float32)
-    c_taps, c_bias = load_taps(weights.conv, cs, s), tl.load(weights.conv_bias + cs).to(tl.float32)
+    xs, bs = head * s.head_dim + p, INNER + group * N + n
+    channels, taps, biases = (xs, bs, bs + s.groups * N), (), ()
+    for i in tl.static_range(3):
+        taps = taps + (load_taps(weights.conv, channels[i], s),)
+        biases = biases + (tl.load(weights.conv_bias + channels[i]).to(tl.float32),)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + head).to(tl.float32)
     skip = tl.load(weights.skip + head).to(tl.float32)
-    window = pending.inputs + row * (W - 1 + s.most) * s.channels
+    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     accepted = count_accepted(first, place, real, s)
     for token in range(accepted):
-        at = window + token * s.channels
-        newest = at + (W - 1) * s.channels
-        x = _convolve(_load_past(at, xs, s), tl.load(newest + xs), x_taps, x_bias, s)
-        b = _convolve(_load_past(at, bs, s), tl.load(newest + bs), b_taps, b_bias, s)
+        at, taken = window + token * s.channels, ()
+        newest = at + (s.width - 1) * s.channels
+        for i in tl.static_range(2):
+            past, x = _load_past(at, (channels[i],), s), tl.load(newest + channels[i])
+            taken = taken + (_convolve(past[0], x, taps[i], biases[i], s),)
         step = tl.load(pending.dt + (row * s.most + token) * H + head).to(tl.float32)
-        old = _decay_and_add(old, x, b, softplus(step + bias), rate)
+        old = _decay_and_add(old, taken[0], taken[1], softplus(step + bias), rate)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, old)
-    newest = window + accepted * s.channels
-    x_past, b_past, c_past = (
-        _load_past(newest, xs, s),
-        _load_past(newest, bs, s),
-        _load_past(newest, cs, s),
-    )
+    past = _load_past(window + accepted * s.channels, channels, s)
     await_previous(PDL)
     read, own, own_dt = scratch.read, zx, dt
     if zx is not None:
         read += sequence * tokens * INNER
         own += sequence * tokens * s.row + INNER  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
+    convolution, of_head, new = (taps, biases), (head, rate, bias, skip), past
     if s.is_one:
-        new_x, new_b, new_c = tl.load(own + xs), tl.load(own + bs), tl.load(own + cs)
-        gate = tl.load(own - INNER + xs).to(tl.float32)
-        step = softplus(tl.load(own_dt + head).to(tl.float32) + bias)
-        x = _convolve(x_past, new_x, x_taps, x_bias, s)
-        b = _convolve(b_past, new_b, b_taps, b_bias, s)
-        c = _convolve(c_past, new_c, c_taps, c_bias, s)
-        old = _decay_and_add(old, x, b, step, rate)
-        out = tl.sum(old * c[None, :], 1) + skip * x
-        tl.store(read + xs, out * gate * tl.sigmoid(gate))
+        at = own, own_dt, read
+        old, new = _take_token(at, old, past, channels, convolution, of_head, s)
     elif zx is not None:
-        past_x, past_b, past_c = x_past, b_past, c_past
+        later = past
         for token in range(real):
-            at = own + token * s.row
-            new_x, new_b, new_c = tl.load(at + xs), tl.load(at + bs), tl.load(at + cs)
-            gate = tl.load(at - INNER + xs).to(tl.float32)
-            step = softplus(tl.load(own_dt + token * s.dt_row + head).to(tl.float32) + bias)
-            x = _convolve(past_x, new_x, x_taps, x_bias, s)
-            b = _convolve(past_b, new_b, b_taps, b_bias, s)
-            c = _convolve(past_c, new_c, c_taps, c_bias, s)
-            past_x, past_b = past_x[1:] + (new_x,), past_b[1:] + (new_b,)
-            past_c = past_c[1:] + (new_c,)
-            old = _decay_and_add(old, x, b, step, rate)
-            out = tl.sum(old * c[None, :], 1) + skip * x
-            tl.store(read + token * INNER + xs, out * gate * tl.sigmoid(gate))
+            at = own + token * s.row, own_dt + token * s.dt_row, read + token * INNER
+            old, inputs = _take_token(at, old, later, channels, convolution, of_head, s)
+            later = _move(later, inputs)
     tl.debug_barrier()
     arrivals = scratch.arrivals + sequence * s.groups + group
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-    is_last = arrived == SHARING * BLOCKS - 1
+    is_last = arrived == s.sharing * s.blocks - 1
     if real > 0:
         if s.is_one:
             tl.store(state, old)
-            _move(window, x_past, new_x, xs, s)
-        else:
-            _keep(window, x_past, own, xs, tokens, s)
+        _keep(window, past[0], new[0], own, xs, tokens, s)
     if is_last:
         if zx is not None:
             y += sequence * tokens * INNER
             _norm_group(read, weights.norm, y, group, real, tokens, s)
         if real > 0:
-            heads = tl.arange(0, s.padded_sharing)
-            exists, heads = heads < SHARING, group * SHARING + heads
-            begin = place * 0
-            if s.is_one:
-                _move(window, b_past, new_b, bs, s)
-                _move(window, c_past, new_c, cs, s)
-            else:
-                _keep(window, b_past, own, bs, tokens, s)
-                _keep(window, c_past, own, cs, tokens, s)
-                if zx is not None:
-                    begin = place + 1
-                    for token in range(tokens):
-                        number = tl.load(own_dt + token * s.dt_row + heads, mask=exists)
-                        stored = pending.dt + (row * s.most + token) * H
-                        tl.store(stored + heads, number, mask=exists)
-            tl.store(pending.first + row * H + heads, begin + 0 * heads, mask=exists)
+            for i in tl.static_range(1, 3):
+                _keep(window, past[i], new[i], own, channels[i], tokens, s)
+            _keep_first(pending, own_dt, row, group, place, tokens, s)
         tl.store(arrivals, 0)
 
 
@@ -388,7 +396,8 @@ def kernels_support(state: Tensor) -> bool:
 # Pending tokens before a call that takes in none: prompts, and the plain form.
 
 
-def take_in(
+@custom_op("moe_fast::mamba_take_in", mutates_args=("state", "pending", "arrivals"))
+def take_in_pending(
     state: Tensor,
     pending: list[Tensor],
     weights: list[Tensor],
@@ -421,16 +430,6 @@ def take_in(
     take_in_plain(state, pending, W, position, last, row, advance)
 
 
-_take_in = torch.library.custom_op(
-    "moe_fast::mamba_take_in", take_in, mutates_args=("state", "pending", "arrivals")
-)
-
-
-@_take_in.register_fake
+@take_in_pending.register_fake
 def _(*_) -> None:
     return None
-
-
-def take_in_pending(state: Tensor, *rest) -> None:
-    """`take_in`, as an operator in compiled code."""
-    (_take_in if torch.compiler.is_compiling() else take_in)(state, *rest)

@@ -19,47 +19,143 @@ query that are not rotated, R rotary dim, r rank of the latent, V value dim, P p
 positions, at most, M rows of a program.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.attention.heads import (
-    int8_codes,
-    int8_scale,
-    load_rotated,
-    load_rotation,
-    prefetch,
-)
-from ops.attention.mla_settings import (
-    LatentSettings,
-    LatentTensors,
-    Tile,
-    choose_tile,
-    smaller_tiles,
-)
+from ops.attention.heads import int8_codes, int8_scale, load_rotated, load_rotation, prefetch
 from ops.attention.softmax import PROGRAMS, count_parts, weigh
 from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
 from ops.products.units import signed_bytes
 
 MAX_QUERIES = 64  # tokens of each sequence
+LONG_CACHE = 8192  # positions
+TOKENS_AT_ONCE = 8  # T up to which each token has programs of its own
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the three kernels divide their work."""
+
+    block: int = 32  # positions at once
+    stages: int = 3  # blocks in flight, and the one in use
+    columns: int = 64  # of key weights, in a program of `_map_queries`
+    values: int = 32  # rows of value weights, in a program of `_merge_values`
+
+
+class LatentTensors(NamedTuple):
+    """What the kernels read, and the cache that they append to."""
+
+    q: Tensor  # [T, H * (N + R)], contiguous rows; mapped queries: [T, H * (r + R)]
+    kv: Tensor | None  # [T, r + R], contiguous rows, before norm and RoPE
+    rope: Tensor | None  # `model.Context.rope`
+    positions: Tensor  # [B, Q], which rise by one
+    cache: Tensor  # [1, rows, 1, S, r + R], of which the first B rows are used
+    scales: Tensor | None  # [1, rows, 1, S, 1] of an int8 cache
+    wkv: Tensor | None  # [H, N + V, r], in the dtype of q
+    kv_norm: Tensor | None  # [r]
+
+
+@dataclass(frozen=True)
+class LatentSettings:
+    """A layer of latent attention, then what a call adds: s."""
+
+    heads: int
+    unrotated: int  # N
+    rotary_dim: int
+    rank: int
+    scale: float  # of scores
+    value_dim: int = 0
+    eps: float = 0.0  # added to the mean square of a latent
+    maps: bool = True  # False: q is mapped and rotated, all parts have a result
+    queries: int = 1
+    tokens: int = 1  # T
+    length: int = 0  # S
+    q_row: int = 0  # numbers from one token's q to the next one's
+    kv_row: int = 0
+    parts: int = 1
+    tile: Tile = Tile()
+
+    @property
+    def supported(self) -> bool:
+        """Whether the kernels compute heads of these sizes."""
+        return self.unrotated % 8 == 0 and has_tiles(self.rotary_dim, self.rank)
+
+    @property
+    def own(self) -> bool:
+        """Whether `_attend_part` has the token itself, which is not yet in the cache."""
+        return self.maps and self.queries == 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.unrotated + self.rotary_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers of a cached position."""
+        return self.rank + self.rotary_dim
+
+    @property
+    def wkv_rows(self) -> int:
+        return self.unrotated + self.value_dim
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sequence: heads of its queries."""
+        return self.queries * self.heads
+
+    @property
+    def tile_rows(self) -> int:
+        """M, at most what the registers of a program hold."""
+        return min(32, max(16, triton.next_power_of_2(self.rows)))
+
+    @property
+    def each(self) -> int:
+        """Tokens of a program of `_map_queries` and of `_merge_values`."""
+        return triton.cdiv(self.tokens, TOKENS_AT_ONCE) if self.queries > 1 else 1
+
+
+def has_tiles(rotary_dim: int, rank: int) -> bool:
+    """Whether `_attend_part` computes latents of these sizes."""
+    return all(16 <= n <= 512 and n & n - 1 == 0 for n in (rotary_dim, rank))
+
+
+def choose_tile(length: int, itemsize: int, queries: int = 1) -> Tile:
+    """Return the tile for a cache of this length, plain or int8.
+
+    A short block is read sooner, a long one takes fewer instructions a position. In int8 a long one
+    takes too many registers.
+    """
+    if queries > 1:
+        return Tile(stages=2)
+    return Tile(64, 2) if length > LONG_CACHE and itemsize > 1 else Tile()
+
+
+def smaller_tiles(tile: Tile) -> Iterator[Tile]:
+    """Yield the tile, then those that take less shared memory, the fastest first."""
+    yield tile
+    for block, stages in ((32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
+        if (block, stages) < (tile.block, tile.stages):
+            yield replace(tile, block=block, stages=stages)
+
+
+# Kernels ------------------------------------------------------------------------------------------
 
 
 @jit
 def _load_own(x, token, rotation, s: tl.constexpr):
     """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
-    RANK: tl.constexpr = s.rank
     DTYPE: tl.constexpr = x.kv.dtype.element_ty
     kv = x.kv + token * s.kv_row
-    c = tl.arange(0, RANK)[None, :]
+    c = tl.arange(0, s.rank)[None, :]
     weight = tl.load(x.kv_norm + c).to(tl.float32)
-    key = load_rotated(kv + RANK, rotation, s.rotary_dim).to(DTYPE)
+    key = load_rotated(kv + s.rank, rotation, s.rotary_dim).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
-    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / RANK + s.eps)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / s.rank + s.eps)
     return (latent * weight).to(DTYPE), key
 
 
@@ -87,10 +183,9 @@ def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
 # flight before the wait. The row of programs that has no head appends: its first one the tokens.
 @jit
 def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
-    COLUMNS: tl.constexpr = s.tile.columns
     PADDED: tl.constexpr = triton.next_power_of_2(s.unrotated)
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
-    n, c = tl.arange(0, PADDED), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    n, c = tl.arange(0, PADDED), tl.program_id(0) * s.tile.columns + tl.arange(0, s.tile.columns)
     at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
     has_head = s.own or head < s.heads
     inside = n < s.unrotated if s.own else n < tl.where(has_head, s.unrotated, 0)
@@ -149,8 +244,7 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 
     Latents from `seen` on are 0. Without int8 the scales are 1.0.
     """
-    BLOCK: tl.constexpr = s.tile.block
-    key = block * BLOCK + tl.arange(0, BLOCK)
+    key = block * s.tile.block + tl.arange(0, s.tile.block)
     row, is_seen = cache + key[:, None] * s.width, (key < seen)[:, None]
     latents = tl.load(row + tl.arange(0, s.rank)[None, :], mask=is_seen, other=0)
     keys = tl.load(row + s.rank + tl.arange(0, s.rotary_dim)[None, :], mask=is_seen, other=0)
@@ -240,11 +334,10 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
 @jit
 def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     AT_ONCE: tl.constexpr = 16
-    VALUES: tl.constexpr = s.tile.values
     RANK: tl.constexpr = s.rank
     Q: tl.constexpr = s.queries
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
-    row = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    row = tl.program_id(0) * s.tile.values + tl.arange(0, s.tile.values)
     c = tl.arange(0, RANK)[None, :]
     value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
     weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)

@@ -7,8 +7,6 @@ Letters: Q queries, the last of S positions; H query heads, K KV heads, C head d
 queries of a head; a step covers N positions.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from torch import Tensor

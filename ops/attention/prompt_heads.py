@@ -3,8 +3,6 @@
 `attend_kernel` does the same for up to 64 tokens, as a part of their attention.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -10,8 +10,6 @@ Formulas, letters and the reference: models/layers/short_conv.py and ops/plain/s
 T tokens of each sequence, R slots of the ring.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,19 +51,17 @@ def _short_conv(
 ):
     N: tl.constexpr = s.channels
     W: tl.constexpr = s.width
-    R: tl.constexpr = s.slots
-    BLOCK: tl.constexpr = s.block
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(0) * s.block + tl.arange(0, s.block)
     sequence, token = tl.program_id(1).to(tl.int64), tl.program_id(2)
     exists = channel < N
     place = tl.load(positions + sequence * tokens) + token
     real = count_real(last, sequence, tokens)
-    ring += sequence * R * N + channel
-    total = tl.zeros([BLOCK], tl.float32)
+    ring += sequence * s.slots * N + channel
+    total = tl.zeros([s.block], tl.float32)
     for n in tl.static_range(W - 1):
         back = W - 1 - n
         stored = channel < tl.where((token < back) & (place >= back), N, 0)
-        x = tl.load(ring + (place - back) % R * N, mask=stored, other=0.0)
+        x = tl.load(ring + (place - back) % s.slots * N, mask=stored, other=0.0)
         tap = tl.load(weights.taps + channel * W + n, mask=exists, other=0.0)
         total += x.to(tl.float32) * tap.to(tl.float32)
     newest = tl.load(weights.taps + channel * W + W - 1, mask=exists, other=0.0).to(tl.float32)
@@ -85,7 +81,7 @@ def _short_conv(
             total += x.to(tl.float32) * tap.to(tl.float32)
     total = (total + new.to(tl.float32) * newest).to(DTYPE).to(tl.float32)
     tl.store(y + (sequence * tokens + token) * N + channel, (gate * total).to(DTYPE), mask=exists)
-    tl.store(ring + place % R * N, new, mask=channel < tl.where(token < real, N, 0))
+    tl.store(ring + place % s.slots * N, new, mask=channel < tl.where(token < real, N, 0))
 
 
 @jit

@@ -6,8 +6,6 @@ sequence (Flash-Decoding, Dao et al. 2023): how many is computed from its positi
 Letters: M rows of a tile, N numbers of a row, S positions of the cache, P parts, at most.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import torch
 from torch import Tensor
 

@@ -29,8 +29,6 @@ multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floatin
 A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four
@@ -64,9 +62,8 @@ def load_scales(weights, expert, rows, quad, s):
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
     if s.kind == "int4" or s.e2m1 or s.kind == "hqq":
-        RUN: tl.constexpr = s.run
         rows = expert * s.out + rows
-        groups = rows * (s.each * 4 // RUN) + quad * 4 // RUN
+        groups = rows * (s.each * 4 // s.run) + quad * 4 // s.run
         found = (tl.load(weights.scale + groups),)
         if s.kind == "hqq" and weights.scale_step is None:
             found = found + (tl.load(weights.zero + groups),)
@@ -244,8 +241,7 @@ def multiply_chunk(codes, scales, operands, table, s):
     `code_table`.
     """
     ROWS: tl.constexpr = s.rows
-    LANES: tl.constexpr = s.lanes
-    WARPS: tl.constexpr = LANES // 32
+    WARPS: tl.constexpr = s.lanes // 32
     words = split_four(codes, ROWS, WARPS)
     if s.kind == "bf16":
         low, high = operands
@@ -273,7 +269,7 @@ def multiply_chunk(codes, scales, operands, table, s):
         total = _multiply_gguf(words, scales, operands, table, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
-    return tl.reshape(total, [ROWS, LANES])
+    return tl.reshape(total, [ROWS, s.lanes])
 
 
 @jit

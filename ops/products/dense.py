@@ -5,8 +5,6 @@
 MAX_TOKENS tokens have another kernel for dense products: ops/products/few_tokens.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -17,8 +17,6 @@ Letters: T tokens, A experts of a token (shared ones are among them), P = T * A 
 numbers of h and of x. Pair n is that of token n // A and its expert n % A.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,7 +122,6 @@ class CombineSettings:
 @jit
 def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
     E: tl.constexpr = s.E
-    A: tl.constexpr = s.A
     P: tl.constexpr = s.P
     QUERIES: tl.constexpr = s.queries
     TILE: tl.constexpr = s.tile
@@ -132,7 +129,7 @@ def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
     pair, mine = tl.arange(0, s.block), tl.program_id(0) * s.sorted + tl.arange(0, s.sorted)
     real, mine_is_real = pair < P, mine < P
     if last is not None:
-        token, own = tl.minimum(pair, P - 1) // A, tl.minimum(mine, P - 1) // A
+        token, own = tl.minimum(pair, P - 1) // s.A, tl.minimum(mine, P - 1) // s.A
         real = real & (token % QUERIES <= tl.load(last + token // QUERIES))
         mine_is_real = mine_is_real & (own % QUERIES <= tl.load(last + own // QUERIES))
     expert = tl.load(indices + pair, mask=real, other=E).to(tl.int32)
@@ -183,11 +180,9 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 # One function: its order of loads and waits decides its speed.
 @jit
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
-    GATED: tl.constexpr = s.gated
-    DOWN: tl.constexpr = s.down
     TILE: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    N: tl.constexpr = OUT // 2 if GATED else OUT  # numbers of a result
+    N: tl.constexpr = OUT // 2 if s.gated else OUT  # numbers of a result
     row, tile = tl.program_id(0) * s.rows, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -201,43 +196,24 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     # Of this expert. In place: Triton 3.6 does not return tuples with None.
     expert = expert.to(tl.int64)
     first_row, first_scale = expert * OUT, expert * s.scales
-    codes = weights.codes + expert * (OUT * 2 * s.words)
-    if weights.zero is not None and weights.scale_step is None:
-        scale, zero = weights.scale + first_scale, weights.zero + first_scale
-        weights = WeightTensors(codes, scale, zero=zero)
-    elif weights.zero is not None:
-        scale, zero = weights.scale + first_scale, weights.zero + first_scale
-        weights = WeightTensors(
-            codes,
-            scale,
-            weights.scale_step + first_row,
-            weights.scale_low + first_row,
-            zero,
-            weights.zero_step + first_row,
-            weights.zero_low + first_row,
-        )
-    elif weights.scale_step is not None:
-        scale, step = weights.scale + first_scale, weights.scale_step + first_row
-        weights = WeightTensors(codes, scale, step)
-    elif weights.step is not None or weights.high is not None:
-        high, step = weights.high, weights.step
-        if high is not None:
-            high += expert * s.units_above
-        if step is not None:
-            step += expert * s.steps_of_256
-        scale = weights.scale + first_scale
-        weights = WeightTensors(codes, scale, None, None, None, None, None, high, step)
-    elif weights.scale is not None:
-        weights = WeightTensors(codes, weights.scale + first_scale)
-    else:
-        weights = WeightTensors(codes)
+    weights = WeightTensors(
+        weights.codes + expert * (OUT * 2 * s.words),
+        None if weights.scale is None else weights.scale + first_scale,
+        None if weights.scale_step is None else weights.scale_step + first_row,
+        None if weights.scale_low is None else weights.scale_low + first_row,
+        None if weights.zero is None else weights.zero + first_scale,
+        None if weights.zero_step is None else weights.zero_step + first_row,
+        None if weights.zero_low is None else weights.zero_low + first_row,
+        None if weights.high is None else weights.high + expert * s.units_above,
+        None if weights.step is None else weights.step + expert * s.steps_of_256,
+    )
     tiles, xs = (), ()
     for d in tl.static_range(s.depth):
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, slot = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
     scales = load_row_scales(weights, 0, rows, inside, s)
-    if GATED:
+    if s.gated:
         up_scales = load_row_scales(weights, N, rows, inside, s)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -245,7 +221,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane = tl.arange(0, s.tiles * s.warps * 32)
     lane_slot = tl.minimum(lane // (s.warps * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
-    begins = spread_begins((source if DOWN else source // s.active) * s.width, s)
+    begins = spread_begins((source if s.down else source // s.active) * s.width, s)
     for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, begins, d, s, False),)
     # e2m1 has no registers left for these: fewer programs would run at once.
@@ -259,14 +235,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         bias += expert * OUT
     result = _finish_rows(totals[0], scales, bias, rows, inside, s, DTYPE)
     up = result
-    if GATED:
+    if s.gated:
         up_bias = None if bias is None else bias + N
         up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
-    if not DOWN:
-        ACTIVATION: tl.constexpr = s.activation.kind
-        LIMIT: tl.constexpr = s.activation.limit
-        ALPHA: tl.constexpr = s.activation.alpha
-        result = activate(result, up, ACTIVATION, LIMIT, ALPHA)
+    if not s.down:
+        result = activate(result, up, s.activation.kind, s.activation.limit, s.activation.alpha)
     else:
         result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
@@ -277,7 +250,6 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
 @jit
 def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
-    A: tl.constexpr = s.A
     COLUMNS: tl.constexpr = s.columns
     token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < D
@@ -289,8 +261,8 @@ def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
         end = tl.where(token % s.queries <= tl.load(last + token // s.queries), D, 0)
     await_previous(PDL)
     total = tl.zeros([COLUMNS], tl.float32)
-    for a in tl.static_range(A):
-        total += tl.load(parts + (token * A + a) * D + column, mask=column < end, other=0.0)
+    for a in tl.static_range(s.A):
+        total += tl.load(parts + (token * s.A + a) * D + column, mask=column < end, other=0.0)
     result = total * s.scale + add
     tl.store(y + token * D + column, result.to(y.dtype.element_ty), mask=inside)
 

@@ -17,8 +17,6 @@ once. ops/README.md has the rules of what a kernel may read before the previous 
 Several tokens have other kernels: ops/products/expert_tiles.py.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +107,6 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     CHOOSE: tl.constexpr = not SHARED and choice.scores is not None
     I: tl.constexpr = s.out // s.loads  # rows of the result
     ROWS: tl.constexpr = s.rows
-    TILES: tl.constexpr = s.tiles
     ROUTING: tl.constexpr = s.routing
     ACTIVATION: tl.constexpr = s.activation
     OPERANDS: tl.constexpr = s.quantized[0]
@@ -162,10 +159,10 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         tl.extra.cuda.gdc_launch_dependents()
     table = code_table(unknown_zero, s)
     rows, stores = result_rows(s)
-    if TILES > 1:
+    if s.tiles > 1:
         for c in tl.static_range(s.chunks):
             xs = replace(xs, c, prepare(xs[c][0], (), x, s))
-    for n in range(TILES):
+    for n in range(s.tiles):
         flat = expert * s.out + row + rows
         if s.of_rows:
             factor = row_scale(weights, flat, s)
@@ -176,7 +173,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             if s.loads == 2:
                 up_add = tl.load(bias + I + flat).to(tl.float32)
         next_row = tl.minimum((program + (n + 1) * multiplying) * ROWS, I - ROWS)
-        more, both = n + 1 < TILES, (row, next_row)
+        more, both = n + 1 < s.tiles, (row, next_row)
         gates, up, _, tiles = multiply_tile(
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
         )

@@ -4,8 +4,6 @@ x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual. ops/prod
 has the loop; ops/products/expert_tiles.py has the products of experts.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch

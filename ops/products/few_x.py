@@ -3,8 +3,6 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 
@@ -60,16 +58,15 @@ def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
 @jit
 def spread_begins(begins, s: tl.constexpr):
     """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
-    VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
     if s.unit_fields == 1:
         begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * VEC])
+        begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * s.vec])
     else:
         begins = tl.reshape(begins, [TILES, 1, WARPS * 32, 1])
-        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, VEC])
-    return tl.reshape(begins, [64 * WARPS * VEC * TILES])
+        begins = tl.broadcast_to(begins, [TILES, 2, WARPS * 32, s.vec])
+    return tl.reshape(begins, [64 * WARPS * s.vec * TILES])
 
 
 @jit
@@ -104,19 +101,15 @@ def token_sums(numbers, s: tl.constexpr):
 def _multiply_bf16(x, norm):
     """Return x * norm as the sum of two bf16 numbers, two at a time."""
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
+        PTX: tl.constexpr = """{
             .reg .b32 none, minus;
             mov.b32 none, 0x80008000;
             fma.rn.bf16x2 $0, $2, $3, none;
             xor.b32 minus, $0, none;
             fma.rn.bf16x2 $1, $2, $3, minus;
-            }""",
-            "=&r,=r,r,r",
-            (x, norm),
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
+            }"""
+        return tl.inline_asm_elementwise(
+            PTX, "=&r,=r,r,r", (x, norm), (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         product = x.to(tl.float32) * norm.to(tl.float32)

@@ -20,8 +20,6 @@ multiplies the fp32 sum of its products, so that a step lies within a group; a s
 (mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton
@@ -129,9 +127,8 @@ def _rows_and_words(lane, row, step, s: tl.constexpr):
 
     Rows and words past the end become the last: such a row is not stored, such a word's x is 0.
     """
-    WARPS: tl.constexpr = s.warps
-    rows = tl.minimum(row + lane // (32 * WARPS) * 8 + lane // 4 % 8, s.out - 1)
-    word = ((step * WARPS + lane // 32 % WARPS) * 4 + lane % 4) * s.vec
+    rows = tl.minimum(row + lane // (32 * s.warps) * 8 + lane // 4 % 8, s.out - 1)
+    word = ((step * s.warps + lane // 32 % s.warps) * 4 + lane % 4) * s.vec
     return rows, tl.minimum(word, s.words - s.vec)
 
 
@@ -157,9 +154,8 @@ def _load_step(weights, row, step, s: tl.constexpr):
     if s.gguf:
         tile = tile + _load_gguf_scales(weights, rows, word, s)
         if s.sharing > 0:
-            SHARING: tl.constexpr = s.sharing
             rows, word = _rows_and_words(at // UNITS, row, step, s)
-            above = rows * (2 * s.words // SHARING) + word // SHARING * 2 + at % 2
+            above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
         scale = weights.scale + rows // GROUP * (s.width // GROUP) + word * 4 // GROUP
@@ -216,25 +212,23 @@ def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
 def _weight_fragments(numbers, s: tl.constexpr):
     """Order a field's numbers as a tensor core takes them -> [warps, rows, 8 vec]."""
     R: tl.constexpr = s.rows // 8
-    VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
-    if VEC == 1:  # two fields of each unit, the last dimension
+    if s.vec == 1:  # two fields of each unit, the last dimension
         numbers = tl.reshape(numbers, [R, WARPS, 8, 4, 2, 2])
         return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, s.rows, 16])
     else:
-        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, VEC // 2, 2, 2])
+        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, s.vec // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 0, 2, 4, 5, 3, 6))
-        return tl.reshape(numbers, [WARPS, s.rows, 8 * VEC])
+        return tl.reshape(numbers, [WARPS, s.rows, 8 * s.vec])
 
 
 @jit
 def _row_factors(factor, s: tl.constexpr):
     """Spread one number a lane, of its row, to sums [warps, rows, 8 tiles]."""
     R: tl.constexpr = s.rows // 8
-    WARPS: tl.constexpr = s.warps
-    factor = tl.reshape(factor, [R, WARPS, 8, 1, 4, 1])
-    factor = tl.broadcast_to(factor, [R, WARPS, 8, s.tiles, 4, 2])
-    return tl.reshape(tl.permute(factor, (1, 0, 2, 3, 4, 5)), [WARPS, s.rows, 8 * s.tiles])
+    factor = tl.reshape(factor, [R, s.warps, 8, 1, 4, 1])
+    factor = tl.broadcast_to(factor, [R, s.warps, 8, s.tiles, 4, 2])
+    return tl.reshape(tl.permute(factor, (1, 0, 2, 3, 4, 5)), [s.warps, s.rows, 8 * s.tiles])
 
 
 @jit
@@ -285,12 +279,11 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.e2m1:
         return _unit_factors(tile[1], s, DTYPE)
     elif s.sharing > 0:
-        SHARING: tl.constexpr = s.sharing
         LANES: tl.constexpr = s.rows * s.warps * 4
         # A lane's bits begin at a place that depends on its word. The last step of a row begins at
         # a whole quad, too.
-        word = tl.arange(0, LANES * 2) // 2 % SHARING
-        return tile[len(tile) - 1] >> (word * (8 // SHARING)).to(tl.int16)
+        word = tl.arange(0, LANES * 2) // 2 % s.sharing
+        return tile[len(tile) - 1] >> (word * (8 // s.sharing)).to(tl.int16)
     else:
         return 0
 

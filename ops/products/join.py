@@ -17,8 +17,6 @@ A norm is quantized here, once for all programs of the experts' first product.
 Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

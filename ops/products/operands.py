@@ -9,8 +9,6 @@ Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair
@@ -204,15 +202,14 @@ def _prepare_integers(raw, norm, s):
 @jit
 def _load_pairs(x, chunk, s):
     """Load both operands of each word of a chunk of quantized x, as a lane multiplies them."""
-    LANES: tl.constexpr = s.lanes
-    at = tl.arange(0, LANES * 2)
-    quad = chunk * LANES + at // 2
+    at = tl.arange(0, s.lanes * 2)
+    quad = chunk * s.lanes + at // 2
     first, second = (), ()
     for i in tl.static_range(4):
         words = x + (quad * 2 + at % 2) + i * s.quads * 2
         words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
         both = tl.load(words, mask=quad < s.quads, other=0)
-        one, other = tl.split(tl.reshape(both, [1, LANES // 32, 32, 2]))
+        one, other = tl.split(tl.reshape(both, [1, s.lanes // 32, 32, 2]))
         first, second = first + (one,), second + (other,)
     return first, second
 

@@ -10,8 +10,6 @@ Where instructions bind (mxfp4), programs stay: no more than run at once, each w
 x then stays in registers, and a tile's last multiplications load the next tile's first chunks.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -129,9 +127,8 @@ def load_parts(x, chunk, s):
 @jit
 def lane_factor(factors, chunk, s):
     """Load the routing weight of each quad's expert, [1, LANES // 32, 32]."""
-    LANES: tl.constexpr = s.lanes
-    quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), s.quads - 1)
-    return tl.reshape(tl.load(factors + quad // s.each), [1, LANES // 32, 32])
+    quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
+    return tl.reshape(tl.load(factors + quad // s.each), [1, s.lanes // 32, 32])
 
 
 @jit
@@ -203,8 +200,7 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
     """
     chosen = experts
     if s.gather:
-        LANES: tl.constexpr = s.lanes
-        quad = tl.minimum(chunk * LANES + tl.arange(0, LANES), s.quads - 1)
+        quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
         chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
     found = (_load_chunk(weights, chosen, row, chunk, s),)
     if s.loads == 2:
@@ -228,14 +224,12 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     experts, factors = where
     CHUNKS: tl.constexpr = s.chunks
     DEPTH: tl.constexpr = s.depth
-    ROWS: tl.constexpr = s.rows
-    LANES: tl.constexpr = s.lanes
     xs, besides = parts
     squares, totals = (), ()
     for _ in tl.static_range(s.tokens):
-        squares = squares + (tl.zeros([LANES // 32, 32], tl.float32),)
-        totals = totals + (tl.zeros([ROWS, LANES], tl.float32),)
-    second = tl.zeros([ROWS, LANES], tl.float32)
+        squares = squares + (tl.zeros([s.lanes // 32, 32], tl.float32),)
+        totals = totals + (tl.zeros([s.rows, s.lanes], tl.float32),)
+    second = tl.zeros([s.rows, s.lanes], tl.float32)
     for c in tl.static_range(CHUNKS):
         tile = tiles[c % DEPTH]
         for t in tl.static_range(s.tokens):
@@ -294,9 +288,8 @@ def _share_rows(x, MASK: tl.constexpr):
 @jit
 def sum_shared(total, s):
     """Sum the lanes' sums [ROWS, LANES] of each row -> [32], for the rows of `shared_rows`."""
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
-    return tl.sum(_share_rows(tl.reshape(total, [ROWS, WARPS, 32]), 16), 0)
+    return tl.sum(_share_rows(tl.reshape(total, [s.rows, WARPS, 32]), 16), 0)
 
 
 @jit
@@ -329,10 +322,9 @@ def sum_lanes(total, s):
     would have another layout, for which warps wait for each other. `_multiply_each` sums so: with
     `sum_shared` the compiler starts its next loads later (docs/log/small_experts.md).
     """
-    ROWS: tl.constexpr = s.rows
     total = tl.sum(total, 1)
     if s.lanes == 32:
-        total = tl.reshape(tl.broadcast_to(total[:, None], [ROWS, 32]), [ROWS * 32])
+        total = tl.reshape(tl.broadcast_to(total[:, None], [s.rows, 32]), [s.rows * 32])
     return total
 
 

@@ -12,8 +12,6 @@ Letters: N rows of x, E experts. A tile has BM rows of x and BN outputs; a step 
 along `in`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ of an expert. `columns`, int32, is the order in which the next product reads x
 (`Packed.column_order`); None: as it is.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,8 +4,6 @@ For `_grouped` (ops/products/prompt.py). Letters: E experts. A tile has BN outpu
 numbers along `in`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ int8 and 4-bit codes are multiplied as integers (ops/products/codes.py). A progr
 by itself takes as many instructions for it as for five rows of 4-bit codes.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +50,12 @@ def store_quads(values, x, units, s: tl.constexpr):
 
     values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
     """
-    ORDER: tl.constexpr = s.order
     QUADS: tl.constexpr = s.quads
-    LANES: tl.constexpr = s.lanes
-    OPERANDS: tl.constexpr = 1 if ORDER == "int8" else 2
-    first, second, unit, sums = quantize(values, ORDER, 14)
-    quad = tl.program_id(0) * LANES + tl.arange(0, LANES)[:, None]
+    OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
+    first, second, unit, sums = quantize(values, s.order, 14)
+    quad = tl.program_id(0) * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = tl.arange(0, 4)[None, :]
-    if ORDER == "int4":
+    if s.order == "int4":
         words = x + (word * QUADS + quad) * 2
         tl.store(words, first, mask=quad < QUADS)
         tl.store(words + 1, second, mask=quad < QUADS)
@@ -76,15 +72,14 @@ def store_quads(values, x, units, s: tl.constexpr):
 # Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.
 @jit
 def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
-    FIELDS: tl.constexpr = s.fields
     await_previous(PDL)
     if s.tokens > 1:
         token = tl.program_id(1)
-        x += token * (s.quads * 4 * FIELDS)
-        operands += token * (s.quads * FIELDS)
+        x += token * (s.quads * 4 * s.fields)
+        operands += token * (s.quads * s.fields)
         units += token * (s.units * s.quads)
     raw, values = load_x(x, tl.program_id(0), s), ()
-    for k in tl.static_range(FIELDS):
+    for k in tl.static_range(s.fields):
         values = values + (raw[k].to(tl.float32),)
     store_quads(values, operands, units, s)
 

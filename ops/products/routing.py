@@ -4,8 +4,6 @@ A router's scores stay fp32. Shared experts, which every token uses, are experts
 the stacked weights: they follow the chosen ones in `indices` and `weights`.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +15,7 @@ from ops.ranks.mailbox import MAX_DIM
 
 MAX_EXPERTS = 512
 MAX_PAIRS = 32
-SOFTMAX_ONE = tl and tl.constexpr(2.0**40)  # 1 as an integer, in sums of up to MAX_EXPERTS
+SOFTMAX_ONE = tl.constexpr(2.0**40)  # 1 as an integer, in sums of up to MAX_EXPERTS
 
 
 def check_router(E: int, D: int, routing: Routing) -> None:
@@ -141,8 +139,7 @@ def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
 
     Each warp searches by itself: the maxima of a row of [WARPS, BLOCK] are within a warp.
     """
-    BLOCK: tl.constexpr = s.block
-    expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    expert = tl.arange(0, s.block)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
     if s.biased:
         _, score = _softmax_scores(score, scores, None, expert, s)
@@ -150,7 +147,7 @@ def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
     found = tl.zeros([WARPS, 1], tl.int32)
     for _ in range(rank + 1):
         best = key == tl.max(key, 1, keep_dims=True)
-        found = tl.min(tl.where(best, expert, BLOCK), 1, keep_dims=True)
+        found = tl.min(tl.where(best, expert, s.block), 1, keep_dims=True)
         key = tl.where(expert == found, -(2**31), key)
     return tl.max(tl.max(found, 1), 0)
 
@@ -174,9 +171,7 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     A rounds find one maximum each. Within a warp that is one instruction (redux).
     """
     A: tl.constexpr = s.active
-    SHARED: tl.constexpr = s.shared
-    BLOCK: tl.constexpr = s.block
-    expert = tl.arange(0, BLOCK)
+    expert = tl.arange(0, s.block)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
     if s.biased:
@@ -184,9 +179,9 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     elif score_bias is not None:
         part = sigmoid(score)
         score = part + tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
-    key, rank = _score_keys(score, expert, s), tl.full([BLOCK], A, tl.int32)
+    key, rank = _score_keys(score, expert, s), tl.full([s.block], A, tl.int32)
     for n in tl.static_range(A):
-        found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
+        found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, s.block), 0)
         rank = tl.where(found, n, rank)
         key = tl.where(found, -(2**31), key)
     chosen = rank < A
@@ -202,11 +197,11 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
         part *= s.scale
     tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
     tl.store(weights + rank, part, mask=chosen)
-    if SHARED:
+    if s.shared:
         part = 1.0
         if s.gated:
             part = load_gate(scores, score_bias, s)
-        for n in tl.static_range(SHARED):
+        for n in tl.static_range(s.shared):
             tl.store(indices + A + n, s.E + n)
             tl.store(weights + A + n, part)
 

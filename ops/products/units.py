@@ -6,8 +6,6 @@ bits from K * bits on. Inline assembly decodes two units, a 32-bit word, at once
 assembly of NVIDIA's GPUs; `decode` has the forms of other numbers and of other GPUs.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 
@@ -58,20 +56,14 @@ def signed_bytes(units):
     """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
     # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            """{
+        PTX: tl.constexpr = """{
             .reg .b32 low, sign, minus;
             mov.b32 minus, 0xBF80BF80;
             lop3.b32 low, $1, 0x007F007F, 0x43004300, 0xEA;
             lop3.b32 sign, $1, 0x00800080, 0x43004300, 0xEA;
             fma.rn.bf16x2 $0, sign, minus, low;
-            }""",
-            "=r,r",
-            (units,),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+            }"""
+        return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
     else:
         return first_byte(units).to(tl.bfloat16)
 
@@ -80,8 +72,7 @@ def signed_bytes(units):
 def e4m3(units):
     """Convert the lower bytes of int16 units, e4m3 numbers, to bf16 / 256, two at a time."""
     # Shifted into the fields of a bf16 number, they are 2 ** -120 as large: multiply by 2 ** 112.
-    return tl.inline_asm_elementwise(
-        f"""{{
+    PTX: tl.constexpr = f"""{{
         .reg .b32 sign, bits, factor, none;
         mov.b32 factor, {0x77807780};
         mov.b32 none, 0x80008000;
@@ -90,20 +81,14 @@ def e4m3(units):
         and.b32 bits, bits, {0x07F007F0};
         lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
         fma.rn.bf16x2 $0, bits, factor, none;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit
 def e2m1(units, factor, K: tl.constexpr):
     """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
+    PTX: tl.constexpr = f"""{{
         .reg .b32 bits, sign, none;
         mov.b32 none, 0x80008000;
         {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
@@ -111,12 +96,9 @@ def e2m1(units, factor, K: tl.constexpr):
         shl.b32 sign, $1, {12 - 4 * K};
         lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
         fma.rn.bf16x2 $0, bits, $2, none;
-        }}""",
-        "=r,r,r",
-        (units, factor),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, factor), tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -155,21 +137,15 @@ def pair_factors(pairs, DTYPE: tl.constexpr):
 @jit
 def int4(units, K: tl.constexpr):
     """Return field K of units, a code of 0 to 15, minus 8 as bf16, two at a time."""
-    return tl.inline_asm_elementwise(
-        f"""{{
+    PTX: tl.constexpr = f"""{{
         .reg .b32 bits, one, minus;
         mov.b32 one, 0x3F803F80;
         mov.b32 minus, 0xC308C308;
         shr.u32 bits, $1, {4 * K};
         lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
         fma.rn.bf16x2 $0, bits, one, minus;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit
@@ -178,8 +154,7 @@ def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
 
     Two at a time. high (`high_bits`): those of field K are from bit 8 (K / 2) + BITS (K % 2) on.
     """
-    return tl.inline_asm_elementwise(
-        f"""{{
+    PTX: tl.constexpr = f"""{{
         .reg .b32 bits, up, one, minus;
         mov.b32 one, 0x3F803F80;
         mov.b32 minus, {0xC310C310 if BITS == 1 else 0xC320C320};
@@ -188,12 +163,9 @@ def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
         lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
         lop3.b32 bits, up, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
         fma.rn.bf16x2 $0, bits, one, minus;
-        }}""",
-        "=r,r,r",
-        (units, high),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, high), tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -204,8 +176,7 @@ def iq4(units, K: tl.constexpr):
     Look-ups give 128 more than a negative number, or a positive one: below 128. Then 256 or 128 is
     subtracted from 128 more.
     """
-    return tl.inline_asm_elementwise(
-        f"""{{
+    PTX: tl.constexpr = f"""{{
         .reg .b32 codes, other, below, above, number, minus, one, table<4>;
         mov.b32 one, 0xBF80BF80;
         mov.b32 table0, 0x3F2D1801;
@@ -225,13 +196,8 @@ def iq4(units, K: tl.constexpr):
         lop3.b32 number, number, 0x007F007F, 0x43004300, 0xEA;
         lop3.b32 minus, minus, 0x00800080, 0x43004300, 0xEA;
         fma.rn.bf16x2 $0, minus, one, number;
-        }}""",
-        "=r,r",
-        (units,),
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit
@@ -309,13 +275,9 @@ def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
 def to_fp32(numbers):
     """Convert bf16 to fp32, two at a time."""
     if tl.target_info.is_cuda():
+        PTX: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
-            "=r,=r,r",
-            (numbers,),
-            tl.float32,
-            is_pure=True,
-            pack=2,
+            PTX, "=r,=r,r", (numbers,), tl.float32, is_pure=True, pack=2
         )
     else:
         return numbers.to(tl.float32)
@@ -325,18 +287,12 @@ def to_fp32(numbers):
 def codes_plus_128(units, K: tl.constexpr, BITS: tl.constexpr):
     """Return 128 + field K of units, a code of 2 or 4 bits, as bf16, two at a time."""
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
+        PTX: tl.constexpr = f"""{{
             .reg .b32 bits;
             shr.u32 bits, $1, {BITS * K};
             lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
-            }}""",
-            "=r,r",
-            (units,),
-            tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+            }}"""
+        return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
     else:
         code = units >> BITS * K & 2**BITS - 1
         return (128 + code).to(tl.float32).to(tl.bfloat16)
@@ -346,19 +302,15 @@ def codes_plus_128(units, K: tl.constexpr, BITS: tl.constexpr):
 def codes_3_plus_128(units, thirds, K: tl.constexpr):
     """Return 128 + field K of 2 bits + its third bit as bf16, two at a time."""
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
+        PTX: tl.constexpr = f"""{{
             .reg .b32 low, high;
             shr.u32 low, $1, {2 * K};
             shr.u32 high, $2, {K // 4 * 8 + K % 4};
             lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
             lop3.b32 $0, high, 0x00040004, low, 0xEA;
-            }}""",
-            "=r,r,r",
-            (units, thirds),
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
+            }}"""
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r", (units, thirds), tl.bfloat16, is_pure=True, pack=2
         )
     else:
         third = thirds >> K // 4 * 8 + K % 4 & 4

@@ -5,8 +5,6 @@ floating-point number. NVIDIA's GPUs multiply two bytes by two int16 in one inst
 look up four bytes in one (prmt). Other GPUs, and Triton's interpreter, take the other branches.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from ops.launch import jit, tl
 
 
@@ -14,13 +12,9 @@ from ops.launch import jit, tl
 def add_pair(pair, total):
     """Add both int16 of a word to `total`."""
     if tl.target_info.is_cuda():
+        PTX: tl.constexpr = "dp2a.lo.s32.s32 $0, $1, 257, $2;"
         return tl.inline_asm_elementwise(
-            "dp2a.lo.s32.s32 $0, $1, 257, $2;",
-            "=r,r,r",
-            (pair, total),
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            PTX, "=r,r,r", (pair, total), tl.int32, is_pure=True, pack=1
         )
     else:
         return total + (pair << 16 >> 16) + (pair >> 16)
@@ -36,18 +30,14 @@ def _number(x, K: tl.constexpr):
 def dot_bytes(word, x, total, SIGNED: tl.constexpr):
     """Add the dot product of a word's four bytes and x to `total`."""
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            f"""{{
+        PTX: tl.constexpr = f"""{{
             .reg .b32 x<2>, sum;
             mov.b64 {{x0, x1}}, $2;
             dp2a.lo.s32.{"s32" if SIGNED else "u32"} sum, x0, $1, $3;
             dp2a.hi.s32.{"s32" if SIGNED else "u32"} $0, x1, $1, sum;
-            }}""",
-            "=r,r,l,r",
-            (word, x, total),
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            }}"""
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,l,r", (word, x, total), tl.int32, is_pure=True, pack=1
         )
     else:
         for k in tl.static_range(4):
@@ -121,21 +111,16 @@ def iq4_table(zero):
 @jit
 def _select(first, second, codes):
     """Return the bytes of two words that the lower four codes name; 0 or -1 for codes from 8 on."""
+    PTX: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        (first, second, codes),
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
+        PTX, "=r,r,r,r", (first, second, codes), tl.int32, is_pure=True, pack=1
     )
 
 
 @jit
 def _dot_e2m1(word, x_low, x_high, low, high, table):
     """Do what `dot_looked_up` does for e2m1, in one block: apart, gpt-oss took 3 % longer."""
-    return tl.inline_asm_elementwise(
-        """{
+    PTX: tl.constexpr = """{
         .reg .b32 x<4>, upper, other, above<2>, below<2>, sum<2>;
         mov.b64 {x0, x1}, $3;
         mov.b64 {x2, x3}, $4;
@@ -152,10 +137,12 @@ def _dot_e2m1(word, x_low, x_high, low, high, table):
         dp2a.lo.s32.u32 sum1, x2, above1, $6;
         dp2a.hi.s32.u32 $0, x1, above0, sum0;
         dp2a.hi.s32.u32 $1, x3, above1, sum1;
-        }""",
+        }"""
+    return tl.inline_asm_elementwise(
+        PTX,
         "=r,=r,r,l,l,r,r,r,r,r,r",
         (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
-        dtype=(tl.int32, tl.int32),
+        (tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )

@@ -5,8 +5,6 @@ A decode step's messages have a few KB. Their time is latency, not bandwidth, so
 that a product has begun (ops/ranks/mailbox.py).
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -20,8 +20,6 @@ ended, because the product that sends runs between that kernel and the receiving
 No constant of these kernels is one rank's, so that all ranks run the same machine code.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

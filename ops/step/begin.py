@@ -4,8 +4,6 @@ It does what `model.Transformer.begin` does where no layer reads masks. Inductor
 to import and to compile that.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from torch import Tensor

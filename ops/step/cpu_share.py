@@ -9,8 +9,6 @@ There is one request at a time, because layers run one after the other. A layer 
 is left to the CPU sends none, and waits for none.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +19,12 @@ from torch import Tensor
 from ops.launch import can_launch, jit, launch, tl, triton
 
 MAX_TOKENS = 8  # limit of a request
-# Flags; one cache line for each writer. BUSY: microseconds of all compiled products
+# Flags; one cache line for each writer. BUSY: microseconds of all compiled products; STOP: the
+# thread that answers shall end
 ASKED, LAYER, TOKENS, PAIRS = range(4)
 ANSWERED, BUSY = 16, 17
-FLAGS = 32
+STOP = 32
+FLAGS = 48
 BLOCK = 1024  # numbers of a program
 
 

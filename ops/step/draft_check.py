@@ -9,8 +9,6 @@ B sequences have T = N + 1 tokens each, some of which may be padding. The plain 
 random numbers, so that both accept the same drafts.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +89,6 @@ def _check_drafts(
     s: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    V: tl.constexpr = s.V
     row = tl.program_id(0)
     sequence, at = row // (n + 1), row % (n + 1)
     controls = state.controls + sequence * s.controls
@@ -101,7 +98,7 @@ def _check_drafts(
     place = tl.load(state.position + sequence)
     chance = uniform(noise_key(seed, place, s.stream), at + 0 * place)
     passed += sequence * (n + 1)
-    source = logits + row * V, state.seen + sequence * V, penalty, passed, at + 1
+    source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1
     ordered += row * 2 * s.top
     candidates, weight, finite = weigh(source, rules, ordered, crowded + row, s)
     has_draft = at < tl.load(last + sequence)
@@ -113,7 +110,7 @@ def _check_drafts(
         p_draft, q_draft = tl.sum(tl.where(is_draft, p, 0.0), 0), 1.0
         left = is_draft.to(tl.float32)
         if q is not None:
-            q += (sequence * n + at).to(tl.int64) * V
+            q += (sequence * n + at).to(tl.int64) * s.V
             q_draft = tl.load(q + tl.maximum(draft, 0))
             left = tl.load(q + candidates, mask=weight > 0.0, other=0.0)
         accepted &= chance * q_draft < p_draft

@@ -20,8 +20,6 @@ is prefetched, unless fewer than a half of those before were chosen: the link is
 layer before computes, but a useless expert takes the place of another one.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple

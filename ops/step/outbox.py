@@ -4,8 +4,6 @@ A copy to the host between two steps costs 11 us on an H200: the next graph wait
 engine, and that for the graph before. A kernel at the end of the step costs 1 to 2 us.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 from torch import Tensor

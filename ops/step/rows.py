@@ -4,8 +4,6 @@ On a GPU one Triton kernel does it: 48 layers' copies one by one keep the host b
 while the GPU waits for the next prompt.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import itertools
 import math
 from collections import defaultdict
@@ -38,15 +36,13 @@ class Move:
 # Grid [P, PROGRAMS]. A plane is memory [rows, S, words] with any distance from row to row.
 @jit(do_not_specialize=("source", "target", "length"))
 def _move(planes, source, target, length, s: tl.constexpr):
-    BLOCK: tl.constexpr = s.block
-    WORD: tl.constexpr = s.word
     plane = planes + 4 * tl.program_id(0)
-    base = tl.load(plane).to(tl.pointer_type(WORD))
+    base = tl.load(plane).to(tl.pointer_type(s.word))
     row, token, positions = tl.load(plane + 1), tl.load(plane + 2), tl.load(plane + 3)
     one, other = base + source * row, base + target * row
     end = tl.minimum(length, positions) * token
-    for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        word = start + tl.arange(0, BLOCK)
+    for start in range(tl.program_id(1) * s.block, end, tl.num_programs(1) * s.block):
+        word = start + tl.arange(0, s.block)
         inside = word < end
         value = tl.load(one + word, mask=inside)
         if s.exchange:

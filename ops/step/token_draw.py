@@ -14,8 +14,6 @@ Rows are sequences, or (ops/step/draft_check.py) the tokens of their passes. The
 sequence's pass share controls and `seen`: token i has also seen the pass's tokens up to i.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 from dataclasses import dataclass
 
 import torch
@@ -103,12 +101,10 @@ def _find_best(
     logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
 ):
     V: tl.constexpr = s.V
-    GROUPS: tl.constexpr = s.groups
-    RUN: tl.constexpr = s.run
     TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, s.size)
-    token = (at // RUN * GROUPS + group) * RUN + at % RUN
+    token = (at // s.run * s.groups + group) * s.run + at % s.run
     sequence, count = row, 0
     if passed is not None:
         sequence, count = row // each, row % each + 1
@@ -118,11 +114,11 @@ def _find_best(
     source = logits + row * V, seen + sequence * V, penalty, passed, count
     x = _edited_logits(source, token, token < V)
     bits = tl.where(token < V, ordered_bits(x), -(2**31))
-    best += row * s.kept * GROUPS + group
+    best += row * s.kept * s.groups + group
     for n in tl.static_range(s.kept):
         largest = tl.max(bits, 0)
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
-        tl.store(best + n * GROUPS, _key(largest, first))
+        tl.store(best + n * s.groups, _key(largest, first))
         bits = tl.where(token == first, -(2**31), bits)
     if group == 0:
         tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
@@ -140,33 +136,29 @@ def _count_larger(others, key):
 # top_k.
 @jit(do_not_specialize=("each",))
 def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
-    KEYS: tl.constexpr = s.keys
-    TOP: tl.constexpr = s.top
     row = tl.program_id(1)
     sequence = row if each is None else row // each
     top_k = tl.minimum(tl.load(controls + sequence * s.controls + 1), s.max_top_k)
-    best += row * KEYS
+    best += row * s.keys
     at = tl.program_id(0) * s.ranked + tl.arange(0, s.ranked)
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
-    if tl.min(_count_larger(first, key), 0) < TOP:
+    if tl.min(_count_larger(first, key), 0) < s.top:
         # All keys at once: in a loop each load would wait for the one before.
-        other = tl.load(best + tl.arange(0, KEYS), cache_modifier=".cg")
+        other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
         rank = _count_larger(other, key)
-        tl.store(ordered + row * 2 * TOP + rank, key, mask=rank < TOP)
-        is_last = at >= KEYS - s.groups
+        tl.store(ordered + row * 2 * s.top + rank, key, mask=rank < s.top)
+        is_last = at >= s.keys - s.groups
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
 
 
 @jit
 def _vocabulary_keys(source, start, s: tl.constexpr):
     """Return the keys of CHUNK tokens. source: as of `_edited_logits`."""
-    V: tl.constexpr = s.V
-    CHUNK: tl.constexpr = s.chunk
-    token = start + tl.arange(0, CHUNK)
-    x = _edited_logits(source, token, token < V)
-    return tl.where(token < V, _key(ordered_bits(x), token), -(2**63))
+    token = start + tl.arange(0, s.chunk)
+    x = _edited_logits(source, token, token < s.V)
+    return tl.where(token < s.V, _key(ordered_bits(x), token), -(2**63))
 
 
 @jit
@@ -213,8 +205,7 @@ def _count_from(least, source, s: tl.constexpr):
 @jit
 def _search(top_k, source, ordered, s: tl.constexpr):
     """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
-    TOP: tl.constexpr = s.top
-    found = ordered + TOP
+    found = ordered + s.top
     # Of all keys, at least top_k are from `low` on, and fewer from `high` on.
     low, high = top_k.to(tl.int64) * 0 - (2**63 - 1), top_k.to(tl.int64) * 0 + (2**63 - 1)
     count = top_k * 0 + s.V
@@ -232,8 +223,8 @@ def _search(top_k, source, ordered, s: tl.constexpr):
         tl.store(found + first + tl.cumsum(kept, 0) - 1, keys, mask=kept != 0)
         first += tl.sum(kept, 0)
     tl.debug_barrier()
-    at = tl.arange(0, TOP)
-    key, rank = tl.load(found + at, mask=at < top_k, other=0), tl.zeros([TOP], tl.int32)
+    at = tl.arange(0, s.top)
+    key, rank = tl.load(found + at, mask=at < top_k, other=0), tl.zeros([s.top], tl.int32)
     for n in range(top_k):
         rank += (tl.load(found + n) > key).to(tl.int32)
     tl.store(ordered + rank, key, mask=at < top_k)
@@ -282,12 +273,11 @@ def pick(score, candidates, finite, s: tl.constexpr):
 # Grid [B].
 @jit
 def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
-    V: tl.constexpr = s.V
     row = tl.program_id(0)
-    seen = state.seen + row * V
+    seen = state.seen + row * s.V
     controls = state.controls + row * s.controls
     rules = load_controls(controls, s)
-    source = logits + row * V, seen, tl.load(controls + 4), None, 0
+    source = logits + row * s.V, seen, tl.load(controls + 4), None, 0
     place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
     key = noise_key(tl.load(state.seeds + row), place, 0)
     await_previous(PDL)
@@ -296,7 +286,7 @@ def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     number = pick(score, candidates, finite, s)
     tl.store(state.token + row, number)
     tl.store(state.position + row, place + tokens)
-    tl.store(seen + tl.where(finite, number, V - 1), True)
+    tl.store(seen + tl.where(finite, number, s.V - 1), True)
 
 
 # Launching ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Memory bounds in Triton's interpreter: a kernel may load and store in its tensors alone.
+"""Triton's interpreter for tests: it patches `triton.language` once a launch, and checks addresses.
 
-On a GPU a load outside of them mostly finds other tensors, so that results are right until one does
-not.
+A kernel may load and store in its tensors alone. On a GPU a load outside of them mostly finds other
+tensors, so that results are right until one does not.
 """
 
 import gc
@@ -65,13 +65,31 @@ class Bounds:
             raise IndexError(f"{self.kernel}: {count} addresses outside of its tensors{behind}")
 
 
-def check_bounds() -> None:
-    """Check every load and store of the kernels that this process interprets from now on.
+def patch_once() -> None:
+    """Let a launch patch `triton.language` once for each module that defines functions it calls.
 
-    Only with CHECK_BOUNDS in the environment: it takes long.
+    Triton patches it in every call of a device function, which takes half of the interpreter's
+    time. The patches of a module's first call stay until the launch ends.
     """
-    if not os.environ.get("CHECK_BOUNDS"):
-        return
+    patch, patched = interpreter._patch_lang, set()
+    unchanged = interpreter._LangPatchScope()
+
+    def patch_new(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return unchanged
+        scope = patch(function)
+        if not patched:  # the kernel itself: Triton calls this `restore` alone
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        patched.add(module)
+        return scope
+
+    interpreter._patch_lang = patch_new
+
+
+def check_bounds() -> None:
+    """Check every load and store of the kernels that this process interprets from now on."""
     bounds = Bounds()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -92,3 +110,10 @@ def check_bounds() -> None:
 
     executor._init_args_hst = noted
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
+def prepare() -> None:
+    """Make the interpreter faster. With CHECK_BOUNDS in the environment, check addresses: slow."""
+    patch_once()
+    if os.environ.get("CHECK_BOUNDS"):
+        check_bounds()
