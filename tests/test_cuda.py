@@ -438,7 +438,7 @@ SHARED = (
     "qwen3_5_moe",
     "laguna",
 )  # the shared expert has to be as wide as whole ones
-NOT_FUSED = "phimoe", "gemma4", "kolibri1", "deepseek_v2", "deepseek_v3"  # the last two have groups
+NOT_FUSED = "phimoe", "gemma4", "kolibri1", *("deepseek_v2", "deepseek_v3", "kimi_linear")  # groups
 
 
 def check_several_tokens(
