@@ -28,6 +28,12 @@ O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SHORT}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SHORT}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{GAPS}"
 )
+WESTERN = [f"[{letters[1:-1]}&&[^\\p{{Han}}]]" for letters in (UPPER, LOWER)]
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{WESTERN[0]}*{WESTERN[1]}+{SHORT}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{WESTERN[0]}+{WESTERN[1]}*{SHORT}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{GAPS}"
+)
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 CASED = (  # letters of scripts with two cases, as DeepSeek's tokenizers list them
@@ -71,6 +77,7 @@ KNOWN: dict[str, Words] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA),
     **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), GLM),
     **dict.fromkeys(("gpt-4o", "llama4"), Words((O200K,))),
+    "kimi-k2": Words((KIMI,), whole=True),
     "deepseek-llm": Words(("[\r\n]", rf"\s?[{CASED}]+", rf"\s?{MARKS}", r"\s+$", CJK, r"\p{N}+")),
     "deepseek-coder": Words(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, r"\p{N}")),
     "deepseek-v3": Words(DEEPSEEK3),

@@ -107,11 +107,6 @@ class Afmoe(WindowedFamily):
         (".mlp.shared_experts.", ".mlp.shared_expert."),
     )
 
-    def arg_fields(self, c: HFConfig) -> dict:
-        fields = super().arg_fields(c)
-        shared = c.count("n_shared_experts") * fields["intermediate"]
-        return fields | {"shared_intermediate": shared}
-
     def window_fields(self, c: HFConfig) -> dict:
         every = c.integer("global_attn_every_n_layers")
         if c["layer_types"] is None:
@@ -122,10 +117,7 @@ class Afmoe(WindowedFamily):
     def to_hf(self, args: AfmoeArgs) -> dict:
         config = super().to_hf(args)
         del config["mlp_only_layers"]
-        return config | {
-            "num_dense_layers": len(args.dense_layers),
-            "num_shared_experts": args.shared_intermediate // args.intermediate,
-        }
+        return config | {"num_dense_layers": len(args.dense_layers)}
 
     # GGUF files ---------------------------------------------------------------------------------
 

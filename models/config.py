@@ -314,7 +314,7 @@ def common_fields(c: HFConfig) -> dict:
     }
     if has_dense_layers(c.family):
         fields |= dense_fields(c)
-    if "n_shared_experts" in c.family.defaults:
+    if own_key(c.family, "n_shared_experts") in c.family.defaults:
         c.count("num_nextn_predict_layers")  # heads for multi-token prediction
         fields["shared_intermediate"] = c.count("n_shared_experts") * fields["intermediate"]
     return {"family": c.family.name} | fields
@@ -338,8 +338,8 @@ def common_keys(family, args) -> dict:
         config["first_k_dense_replace"] = len(args.dense_layers)
     elif has_dense_layers(family):
         config["mlp_only_layers"] = list(args.dense_layers)
-    if "n_shared_experts" in family.defaults:
-        config["n_shared_experts"] = args.shared_intermediate // args.intermediate
+    if (shared := own_key(family, "n_shared_experts")) in family.defaults:
+        config[shared] = args.shared_intermediate // args.intermediate
         config["num_nextn_predict_layers"] = 0
     return config
 

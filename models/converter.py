@@ -56,8 +56,11 @@ PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
     *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
 )
-# Dequantized: latent attention multiplies with wkv along either axis; wba and wdt are never packed.
-DEQUANTIZED = ".wkv", ".wba.weight", ".wdt.weight"
+# Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
+DEQUANTIZED = (
+    *(".wkv", ".wba.weight", ".wdt.weight"),
+    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight"),
+)
 
 
 def weight_files(

@@ -97,7 +97,6 @@ class Ernie4_5Moe(ScaledRopeFamily):
         return fields | {
             "dense_layers": dense,
             "dense_intermediate": c.integer("intermediate_size") if dense else 0,
-            "shared_intermediate": c.count("n_shared_experts") * fields["intermediate"],
         }
 
     def to_hf(self, args: Ernie4_5MoeArgs) -> dict:
@@ -106,7 +105,6 @@ class Ernie4_5Moe(ScaledRopeFamily):
         step: Any = sparse[1] - sparse[0] if len(sparse) > 1 else 1
         del config["mlp_only_layers"]
         return config | {
-            "moe_num_shared_experts": args.shared_intermediate // args.intermediate,
             "moe_layer_start_index": sparse[0] if sparse else args.n_layer,
             "moe_layer_end_index": sparse[-1] if sparse else args.n_layer - 1,
             "moe_layer_interval": step,

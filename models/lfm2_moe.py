@@ -9,7 +9,7 @@ from models.gguf import Values, dense_config, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.short_conv import ShortConv, short_conv_recipes
-from models.tensors import Recipes, prefixed, score_bias_recipe
+from models.tensors import Recipes, score_bias_recipe, with_mixer
 
 KINDS = "conv", "full_attention"
 
@@ -149,9 +149,7 @@ class Lfm2Moe(ScaledRopeFamily):
         table = super().layer_recipes(args, layer, layout)
         if layer in args.full_layers:
             return table
-        attention = f"layers.{layer}.attention."
-        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-        return table | prefixed(short_conv_recipes(args), layer)
+        return with_mixer(table, layer, short_conv_recipes(args))
 
     def expert_recipes(self, args: Lfm2MoeArgs, layout: PublishedLayout) -> Recipes:
         return super().expert_recipes(args, layout) | score_bias_recipe(args)

@@ -368,6 +368,26 @@ FAMILIES = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
     ),
+    # A decay for each channel, latent attention in one layer, other heads there, a dense layer.
+    "kimi_linear": lambda: transformers.KimiLinearForCausalLM(
+        transformers.KimiLinearConfig(
+            **COMMON | {"num_hidden_layers": 4},
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_key_value_heads=8,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            num_local_experts=12,
+            num_experts_per_tok=3,
+            n_group=3,
+            topk_group=2,
+            layer_types=[*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        )
+    ),
     # Norms of q and k over all heads, half of each head rotated, an odd number of experts.
     "minimax_m2": lambda: transformers.MiniMaxM2ForCausalLM(
         transformers.MiniMaxM2Config(
@@ -654,6 +674,28 @@ def hub_keys(config: dict) -> dict:
         kept = {key: config[key] for key in config.keys() - {"layers_block_type", "layer_types"}}
         limits = {"time_step_limit": [0.0, float("inf")], "num_hidden_layers": len(pattern)}
         return kept | limits | {"hybrid_override_pattern": pattern, "rope_theta": 10000}
+    if config["model_type"] == "kimi_linear":  # with keys of Moonshot's own code
+        kinds, config = config["layer_types"], dict(config)
+        nested = {
+            "head_dim": config.pop("linear_head_dim"),
+            "num_heads": config.pop("linear_num_heads"),
+            "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+        }
+        for key, kind in (
+            ("kda_layers", "linear_attention"),
+            ("full_attn_layers", "full_attention"),
+        ):
+            nested[key] = [n + 1 for n, each in enumerate(kinds) if each == kind]
+        kept = config.keys() - {"layer_types", "mlp_layer_types", "dtype"}
+        flags = {"mla_use_nope": True, "use_grouped_topk": True, "head_dim": 72}
+        flags |= {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+        rope = {"rope_scaling": None, "rope_theta": 1e4}
+        own = {
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+            "linear_attn_config": nested,
+        }
+        return {key: config[key] for key in kept} | flags | rope | own
     config, rope, model_type = dict(config), dict(config["rope_parameters"]), config["model_type"]
     if model_type == "gemma4_text":
         first, *_ = config.pop("per_layer_config").values()

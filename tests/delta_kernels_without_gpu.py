@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from model import Context
-from models.layers import gated_delta_net
+from models.layers import gated_delta_net, kimi_delta
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
+from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
 from ops.attention import delta_pending, delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.plain.gated_delta import (
@@ -60,6 +61,13 @@ FEW = {  # B, T, K, H, Ck, Cv, W, last, accepted tokens of the call before (None
     "one token after drafts, three value heads": (1, 1, 2, 6, 32, 64, 4, None, (4,)),
 }
 
+KIMI = {  # B, T, H, C, W, last, accepted tokens of the call before: a decay for each channel
+    "kimi, one token": (1, 1, 2, 128, 4, None, (None,)),
+    "kimi, one token after drafts": (3, 1, 3, 16, 4, (0, -1, 0), (3, 2, None)),
+    "kimi, drafts after drafts": (2, 3, 2, 32, 4, (2, 1), (4, 1)),
+    "kimi, as many as are kept": (1, MAX_TENTATIVE, 2, 16, 3, None, (MAX_TENTATIVE,)),
+}
+
 
 def random_prompt(B: int, Q: int, K: int, H: int, Ck: int, Cv: int, dtype=torch.float32) -> tuple:
     """Return q, k, v as views of one tensor, as after the convolution; g, beta and a state."""
@@ -89,31 +97,45 @@ def random_token(
     def normal(*shape: int, dtype=dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    qkvz, ba = normal(B, 1, N + H * Cv), 5 * normal(B, 1, 2 * H)
+    qkvz, gates = normal(B, 1, N + H * Cv), [5 * normal(B, 1, 2 * H)]
     state, inputs = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1 + M, N)
     pending = [inputs, normal(B, M, 2 * H), torch.zeros(B, H, dtype=torch.int64)]
     weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
     last = None if last is None else torch.tensor(last)
     arrivals = torch.zeros(B, K, dtype=torch.int32)
     positions = torch.full((B, 1), 7)
-    return [qkvz, ba, state, pending, list(weights), positions, last, arrivals, K, 1e-6]
+    return [qkvz, gates, state, pending, list(weights), positions, last, arrivals, K, 1e-6]
 
 
 def random_few(
-    B: int, T: int, K: int, H: int, Ck: int, Cv: int, W: int, last, accepted, dtype=torch.float32
-) -> tuple[DeltaNet, Tensor, Context]:
+    B: int,
+    T: int,
+    K: int,
+    H: int,
+    Ck: int,
+    Cv: int,
+    W: int,
+    last,
+    accepted,
+    dtype=torch.float32,
+    channel_decay: bool = False,
+) -> tuple[DeltaNet | KimiDelta, Tensor, Context]:
     """Return a layer with a random state for B sequences and one more, projected tokens, context.
 
     accepted: how many pending tokens each sequence's call follows; None: there are none.
     """
-    sizes = DeltaSizes(K, H, Ck, Cv, W)
+    sizes = (KimiDeltaSizes if channel_decay else DeltaSizes)(K, H, Ck, Cv, W)
     args = SimpleNamespace(dim=16, delta_sizes=sizes, norm_eps=1e-6, values_by_place=False)
-    generator, layer = torch.Generator().manual_seed(N_SEED), DeltaNet(args)
+    generator = torch.Generator().manual_seed(N_SEED)
+    layer = KimiDelta(args) if channel_decay else DeltaNet(args)
+    if channel_decay:  # products of x
+        layer.wdecay.to(dtype), layer.wgate.to(dtype)
     layer.allocate(B + 1, 8, None, torch.zeros(1, dtype=dtype))
     for tensor in (*layer.parameters(), *layer.state.buffers()):
         if tensor.is_floating_point():
             tensor.data = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    projected = torch.randn(B, T, layer.sizes.channels + H * Cv + 2 * H, generator=generator)
+    width = sum(len(product.weight) for product in layer.products()[:2])
+    projected = torch.randn(B, T, width, generator=generator)
     projected[..., -2 * H :] *= 5
     context = Context(*[None] * len(Context._fields))
     last = None if last is None else torch.tensor(last)
@@ -124,12 +146,12 @@ def random_few(
     return layer.requires_grad_(False), projected.to(dtype), context
 
 
-def few_errors(case: tuple) -> list[float]:
+def few_errors(case: tuple, channel_decay: bool = False) -> list[float]:
     """Return the errors of y, and of all that the state keeps."""
-    layer, projected, context = random_few(*case)
+    layer, projected, context = random_few(*case, channel_decay=channel_decay)
     ours = deepcopy(layer)
     y = layer.core(projected, context)
-    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
+    with mock.patch.object(module_of(layer), "delta_tokens_supports", lambda state: True):
         got = ours.core(projected, context)
     # Padding may read anything, since its y is used by no one.
     real = torch.ones(y.shape[:2], dtype=torch.bool)
@@ -160,6 +182,18 @@ def few_errors(case: tuple) -> list[float]:
     return found
 
 
+def expanded_error(T: int) -> float:
+    """Return the error of all kernels of a layer with a decay for each channel, in bf16."""
+    case = 2, T, 2, 2, 32, 32, 4, None, (3, None), torch.bfloat16
+    layer, projected, context = random_few(*case, channel_decay=True)
+    ours = deepcopy(layer)
+    return relative_error(ours.fused_core(projected, context), layer.core(projected, context))
+
+
+def module_of(layer: DeltaNet | KimiDelta):
+    return sys.modules[type(layer).__module__]
+
+
 def state_errors(ours: DeltaState, plain: DeltaState, rows: int) -> list[float]:
     """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
     found, width = [], plain.sizes.width - 1
@@ -179,12 +213,12 @@ def state_errors(ours: DeltaState, plain: DeltaState, rows: int) -> list[float]:
 N_SEED = 3
 
 
-def plain_token(qkvz, ba, state, pending, weights, positions, last, arrivals, K, eps):
+def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals, K, eps):
     """Compute `delta_tokens` of one token in PyTorch -> y, the new state and the new window."""
     (B, H, Ck, Cv), (conv_weight, a_log, dt_bias, norm) = state.shape, weights
     x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
     window = pending[0][:, : conv_weight.shape[1] - 1]
-    b, a = ba.float().chunk(2, -1)
+    b, a = gates[0].float().chunk(2, -1)
     g = -a_log.float().exp() * torch.nn.functional.softplus(a + dt_bias.float())
     y = conv_silu_in_torch(x, window, conv_weight).squeeze(1)
     q, k, v = y.split((K * Ck, K * Ck, H * Cv), -1)
@@ -240,6 +274,10 @@ def errors() -> dict[str, list[float]]:
             got = y, arguments[2], arguments[3][0][:, : case[5] - 1]
             found[name] += [relative_error(*pair) for pair in zip(got, want, strict=True)]
             assert not arguments[7].any()  # arrivals
+    # Of two sequences; more tokens take tensor cores, where the interpreter has no bf16.
+    found["kimi, with products"] = [expanded_error(T) for T in (1, 2)]
+    for name, (B, T, H, C, *rest) in KIMI.items():
+        found[name] = few_errors((B, T, H, H, C, C, *rest), channel_decay=True)
     return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
@@ -268,6 +306,8 @@ def machine_code() -> dict[str, dict[str, int]]:
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
     several = [random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (8, 16)]
+    # Kimi Linear 48B-A3B.
+    of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
     def launch_all() -> None:
         delta_prompt.launch_delta_chunk(*prompt)
@@ -276,9 +316,16 @@ def machine_code() -> dict[str, dict[str, int]]:
         delta_prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
-    supports = mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True)
-    with supports:
+    of_both = (gated_delta_net, kimi_delta)
+    supports = [
+        mock.patch.object(each, "delta_tokens_supports", lambda _: True) for each in of_both
+    ]
+    with supports[0], supports[1]:
         found = launched_code(launch_all)
+        for T, case in of_channels.items():
+            layer, *call = random_few(*case, channel_decay=True)
+            launched = launched_code(partial(layer.core, *call))
+            found |= {f"{name} of channels, {T}": code for name, code in launched.items()}
         for layer, *call in several:
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of several": code for name, code in launched.items()}

@@ -90,6 +90,13 @@ ATTENTION = {
     "pre_mlp_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",
     "mlp.router.gate": "ffn_gate_inp",
+    # Kimi Linear
+    "self_attn.forget_gate.f_a_proj": "ssm_f_a",
+    "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
     # LFM2
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
@@ -122,6 +129,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "afmoe": "afmoe",
+    "kimi_linear": "kimi-linear",
     "ernie4_5_moe": "ernie4_5-moe",
 }
 MAMBA = "granitehybrid", "nemotron_h_moe"
@@ -211,11 +219,17 @@ def special(arch: str, config, name: str, rest: str) -> list[Entry] | None:
         ]
     if rest.endswith("kv_b_proj.weight"):
         return kv_b_parts(config, sources)
+    if rest == "self_attn.conv1d.weight":
+        parts = [lambda t, n=n: t.chunk(3)[n].transpose(0, 1).unsqueeze(0) for n in range(3)]
+        names = (f"ssm_conv1d_{name}.weight" for name in "qkv")
+        return [Entry(n, sources, part, False) for n, part in zip(names, parts, strict=True)]
     if rest.endswith("in_proj_qkvz.weight"):
         return qkvz_parts(config, sources)
     order = value_order(config, rest) if arch == "qwen35moe" else None
     order = order or (lambda t: t)
     plain = {
+        "self_attn.forget_gate.A_log": ("ssm_a", lambda t: -t.exp()),
+        "self_attn.forget_gate.dt_bias": ("ssm_dt.bias", lambda t: t),
         "linear_attn.A_log": ("ssm_a", lambda t: order(-t.exp())),
         "linear_attn.dt_bias": ("ssm_dt.bias", order),
         "linear_attn.conv1d.weight": ("ssm_conv1d.weight", lambda t: order(t.squeeze(1))),
@@ -322,8 +336,13 @@ def value_order(config, path: str) -> Callable[[Tensor], Tensor] | None:
 
 
 def plain(config) -> SimpleNamespace:
-    """Return a config's values, those of all layers too that some layers override."""
-    return SimpleNamespace(**config.to_dict())
+    """Return a config's values, those of all layers too that some layers override.
+
+    They have the names that transformers gives all models, and its files' own ones.
+    """
+    found = config.to_dict()
+    shared = {name: found[own] for name, own in config.attribute_map.items() if own in found}
+    return SimpleNamespace(**found | shared)
 
 
 def values(config) -> dict:
@@ -393,8 +412,14 @@ def values(config) -> dict:
         }
     if arch == "qwen35moe":
         found["rope.dimension_sections"] = [11, 11, 10, 0]  # of images; text has one position
-    if arch in ("glm4moe", "deepseek2"):
+    if arch in ("glm4moe", "deepseek2", "kimi-linear"):
         found |= sigmoid_values(c, arch, rope)
+    if arch == "kimi-linear":
+        found |= {
+            "attention.head_count_kv": [int(kind == "full_attention") for kind in c.layer_types],
+            "ssm.conv_kernel": c.linear_conv_kernel_dim,
+            "kda.head_dim": c.linear_head_dim,
+        }
     if arch == "minimax-m2":
         found |= {
             "expert_feed_forward_length": c.intermediate_size,

@@ -26,6 +26,8 @@ CHOICES: dict[str, tuple] = {
     "linear_conv_kernel_dim": (2, 3, 5),
     "linear_key_head_dim": (8, 16, 24),
     "linear_value_head_dim": (8, 16, 40),
+    "linear_head_dim": (8, 16, 24),
+    "linear_num_heads": (1, 2, 3),
     "mamba_d_state": (8, 24, 32),
     "ssm_state_size": (8, 24, 32),
     "kv_lora_rank": (16, 32, 40),
@@ -43,9 +45,10 @@ FACTORS = {
 FLAGS = {
     *("norm_topk_prob", "attention_bias", "qkv_bias", "use_qk_norm", "mup_enabled", "conv_bias"),
     *("tie_word_embeddings", "lm_head_bias", "mamba_conv_bias", "use_conv_bias"),
+    "moe_renormalize",
 }
 EXPERTS = "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts"
-ACTIVE = "moe_k", "top_k_experts", "num_experts_per_tok"
+ACTIVE = "moe_k", "top_k_experts", "num_experts_per_tok", "num_experts_per_token"
 KINDS_OF_LAYERS = "layer_types", "mlp_layer_types", "layers_block_type"
 ROPE = "rope_parameters"
 SCALINGS = (
@@ -147,7 +150,8 @@ def draw_mamba(config: dict, rng: random.Random) -> None:
 
 def draw_experts(config: dict, rng: random.Random) -> None:
     """Draw how many experts there are, and how many of them are active: odd counts, too."""
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config.get("n_group") or config.get("num_expert_group") or 1
+    chosen = config.get("topk_group") or 1
     total = groups * rng.randint(2, 5) if groups > 1 else rng.randint(2, 13)
     active = rng.randint(1, min(4, total // groups * chosen))
     key = next(key for key in EXPERTS if key in config)

@@ -303,7 +303,12 @@ PUBLISHED = {
 OF_AUTUMN = (
     *("NemotronHForCausalLM", "LagunaForCausalLM", "Lfm2MoeForCausalLM", "FlintForCausalLM"),
     *("MellumForCausalLM", "Kolibri1ForCausalLM", "GraniteMoeHybridForCausalLM"),
-    *("MiniMaxM2ForCausalLM", "Ernie4_5_MoeForCausalLM", "AfmoeForCausalLM"),
+    *(
+        "MiniMaxM2ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "AfmoeForCausalLM",
+        "KimiLinearForCausalLM",
+    ),
 )
 
 

@@ -15,6 +15,7 @@ from server.answers import AnswerReader, join_pieces
 from server.plan import GenerationRequest, Limits, plan_request
 from server.schema import ChatCompletionBody
 from tokenizer import Tokenizer, load_tokenizer
+from tool_calls.formats import KimiParser
 
 THINK = "<think>", "</think>"
 IM = "<|im_start|>", "<|im_end|>"
@@ -34,6 +35,11 @@ MINIMAX_CALL = (
     '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
 )
 LFM_CALL = "<|tool_call_start|>[weather(city='Rom', days=3)]<|tool_call_end|>"
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Rom", "days": 3}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
 # How templates write an earlier call c of a message.
 HERMES = """<tool_call>
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
@@ -64,6 +70,10 @@ LFM = """<|tool_call_start|>[{{ c.function.name }}(
 {%- for key, value in c.function.arguments | items %}
 {{ key }}={{ "'" ~ value ~ "'" if value is string else value }}{{ ", " if not loop.last }}
 {%- endfor %})]<|tool_call_end|>"""
+
+KIMI = """<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.function.name }}:0
+{#- #}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}
+{#- #}<|tool_call_end|><|tool_calls_section_end|>"""
 
 
 class Chat(NamedTuple):
@@ -109,6 +119,15 @@ CHATS = {
         ("</s>",),
     ),
     "afmoe": Chat(CHATML, IM[1], IM + THINK, HERMES, HERMES_CALL, "<think>\n"),
+    "kimi_linear": Chat(
+        "<|im_assistant|>{}<|im_middle|>",
+        "<|im_end|>",
+        ("<|im_assistant|>", "<|im_middle|>", *KimiParser.tokens),
+        KIMI,
+        KIMI_CALL,
+        ends=("[EOS]",),
+        reasons=False,
+    ),
     # Their templates were not seen: tools are described in the system text.
     "flint": Chat(CHATML, IM[1], IM + THINK, None, HERMES_CALL),
     "kolibri1": Chat(CHATML, IM[1], IM + THINK, None, HERMES_CALL),
@@ -232,7 +251,7 @@ def test_a_forced_call_follows_a_closed_block(chat, tokenizer):
         assert request.generations[0].grammar
         prompt = prompt_of(tokenizer, request)
         begun = prompt.rpartition("</think>")[2] if chat.opened else prompt
-        start = begun[begun.rindex(chat.calls.split("weather")[0].strip()[:8]) :]
+        start = begun[begun.rindex(chat.calls.split("weather")[0].strip()[:16]) :]
         rest = chat.calls.removeprefix(start)
         assert rest != chat.calls
         _, _, (call,), _ = read(tokenizer, request, rest + chat.end)

@@ -259,6 +259,27 @@ REFUSED = {
         dict(hidden_act="gelu"),
         dict(rope_parameters={"rope_type": "dynamic"}),
     ],
+    "KimiLinear": [
+        dict(mla_use_nope=False),
+        dict(use_grouped_topk=False),
+        dict(moe_router_activation_func="softmax"),
+        dict(moe_layer_freq=2),
+        dict(moe_renormalize=1),
+        dict(num_expert_group=3),
+        dict(topk_group=2),
+        dict(num_experts_per_token=257),
+        dict(num_shared_experts=-1),
+        dict(first_k_dense_replace=-1),
+        dict(num_nextn_predict_layers=1),
+        dict(linear_conv_kernel_dim=1),
+        dict(linear_num_heads="32"),
+        dict(linear_attn_config=[]),
+        dict(layer_types=["sliding_attention"] * 27),
+        dict(attention_bias=True),
+        dict(qk_rope_head_dim=63),
+        dict(rope_scaling={"rope_type": "yarn"}),
+        dict(hidden_act="gelu"),
+    ],
     "MiniMaxM2": [
         dict(rotary_dim=48),
         dict(rotary_dim=0),
@@ -401,6 +422,16 @@ def compressed_weights(**given) -> dict:
     """Return compressed-tensors' config_groups with these values."""
     weights = {"num_bits": 4, "strategy": "group", "symmetric": True} | given
     return {"config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize("model_type", ("qwen4_exp", "qwen4_exp_text"))
+def test_a_family_that_is_missing_is_refused_with_what_it_needs(model_type):
+    config = {"architectures": ["Qwen4ExpForCausalLM"], "model_type": model_type}
+    with pytest.raises(ValueError) as error:
+        args_from_hf(config)
+    text = str(error.value)
+    assert f"model_type = '{model_type}' is not supported" in text and "\n" not in text
+    assert all(part in text for part in ("hyper-connections", "indexer", "n-grams"))
 
 
 @pytest.mark.parametrize(

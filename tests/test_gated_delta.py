@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
@@ -20,6 +21,7 @@ SIZES = st.fixed_dictionaries(
         repeats=st.integers(1, 3),
         key_dim=st.sampled_from((1, 4, 16)),
         value_dim=st.sampled_from((1, 8, 12)),
+        channel_decay=st.booleans(),
     )
 )
 
@@ -33,11 +35,18 @@ def random_inputs(tokens: int, sizes: dict, seed: int = 0) -> tuple[Tensor, ...]
         return torch.randn(*shape, generator=generator)
 
     q, k, v = normal(B, tokens, K, Ck), normal(B, tokens, K, Ck), normal(B, tokens, H, Cv)
-    g, beta = -normal(B, tokens, H).exp(), normal(B, tokens, H).sigmoid()
+    decays = (H, Ck) if sizes.get("channel_decay") else (H,)
+    g, beta = -normal(B, tokens, *decays).exp(), normal(B, tokens, H).sigmoid()
     return q, k, v, g, beta, normal(B, H, Ck, Cv)
 
 
-def theirs(function, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor):
+def theirs(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor):
+    """Call a form of the rule, "chunk" or "recurrent", of transformers."""
+    if g.dim() > beta.dim():
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        function = getattr(kimi, f"{name}_kimi_delta_attention")
+    else:
+        function = getattr(reference, f"torch_{name}_gated_delta_rule")
     return function(
         q,
         k,
@@ -54,7 +63,7 @@ def theirs(function, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 @given(SIZES, st.integers(1, 150))
 def test_a_prompt_in_chunks_is_transformers(sizes, tokens):
     inputs = random_inputs(tokens, sizes)
-    expected = theirs(reference.torch_chunk_gated_delta_rule, *inputs)
+    expected = theirs("chunk", *inputs)
     for got, want in zip(gated_delta_chunk(*inputs), expected, strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE)
 
@@ -63,7 +72,7 @@ def test_a_prompt_in_chunks_is_transformers(sizes, tokens):
 @given(SIZES, st.integers(1, 9))
 def test_tokens_one_by_one_are_transformers(sizes, tokens):
     inputs = random_inputs(tokens, sizes)
-    want_out, want_state = theirs(reference.torch_recurrent_gated_delta_rule, *inputs)
+    want_out, want_state = theirs("recurrent", *inputs)
     out, states = gated_delta_recurrent(*inputs)
     torch.testing.assert_close(out, want_out, **TOLERANCE)
     torch.testing.assert_close(states[:, -1], want_state, **TOLERANCE)
@@ -101,6 +110,17 @@ def test_padding_leaves_the_state_unchanged(sizes, real, padding):
     torch.testing.assert_close(padded, wanted, **TOLERANCE)
 
 
+def test_a_decay_for_each_channel_may_be_strong():
+    """exp of the sums of one chunk would be infinite; transformers' form has differences, too."""
+    sizes = dict(batch=1, key_heads=2, repeats=1, key_dim=16, value_dim=8, channel_decay=True)
+    q, k, v, g, beta, state = random_inputs(128, sizes)
+    inputs = q, k, v, 8 * g, beta
+    exact, final = gated_delta_recurrent(*inputs, state)
+    out, after = gated_delta_chunk(*inputs, state)
+    torch.testing.assert_close(out, exact, **TOLERANCE)
+    torch.testing.assert_close(after, final[:, -1], **TOLERANCE)
+
+
 def test_equal_keys_that_nothing_forgets_stay_exact():
     """The inverse by powers of the system loses all digits here."""
     q, k, v, g, beta, state = random_inputs(
@@ -125,12 +145,14 @@ def test_the_convolution_is_transformers(batch, tokens, channels, width):
     torch.testing.assert_close(causal_conv_silu(x, window, weight), want)
 
 
+@pytest.mark.parametrize("activation", ("silu", "sigmoid"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_the_gated_norm_is_transformers(dtype):
-    norm = reference.Qwen3NextRMSNormGated(24, 1e-5).to(dtype)
+def test_the_gated_norm_is_transformers(dtype, activation):
+    classes = {"silu": reference.Qwen3NextRMSNormGated, "sigmoid": kimi.KimiLinearRMSNormGated}
+    norm = classes[activation](24, 1e-5).to(dtype)
     norm.weight.data.normal_()
     x, gate = torch.randn(2, 3, 5, 24).to(dtype)
-    got = gated_rms_norm(x, gate, norm.weight, 1e-5)
+    got = gated_rms_norm(x, gate, norm.weight, 1e-5, activation)
     torch.testing.assert_close(
         got, norm(x, gate), **{} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
     )
@@ -153,7 +175,8 @@ def without_a_gpu(**variables: str) -> dict:
 @pytest.mark.slow
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
-    assert len(errors) == 19
+    assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
+    assert len(errors) == 23
     for case, found in errors.items():  # the order of sums of g differs
         assert max(found) < 2e-5, (case, found)
 
@@ -161,16 +184,15 @@ def test_the_kernels_compute_what_the_plain_forms_do():
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h200():
     found = without_a_gpu()
-    several = [
-        f"{name} of several" for name in ("_update_heads", "_update_states", "_finish_tokens")
-    ]
-    for name in ("_update_heads", *several):
+    for name in [name for name in found if name.startswith(("_update", "_finish"))]:
         counts = found.pop(name)
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
         if name.startswith("_update"):  # the state is loaded before the wait
             assert counts["ahead"] >= 8
         # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers.
-        assert counts["instructions"] < 2000 and counts["barriers"] < 20, (name, counts)
+        # Decays of channels are a product more for each number of the state.
+        most = 2300 if "of channels" in name else 2000
+        assert counts["instructions"] < most and counts["barriers"] < 20, (name, counts)
     for name in ("_solve_chunk", "_scan_chunks"):
         counts = found.pop(name)
         assert counts["products"] and counts["shared"] <= 227 << 10, name

@@ -28,7 +28,7 @@ READ = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     *("olmoe", "qwen2_moe", "granitemoe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
-    *("minimax_m2", "ernie4_5_moe", "afmoe"),
+    *("minimax_m2", "ernie4_5_moe", "afmoe", "kimi_linear"),
 )
 # What a file cannot say: gpt-oss's limit is a constant there, DeepSeek's two factors are one.
 SAID = {
@@ -127,6 +127,20 @@ WIDE_CONFIGS = {
     ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
         **WIDE | FEW | LATENT, q_lora_rank=256, mlp_layer_types=["dense", "sparse"]
+    ),
+    "kimi_linear": lambda: transformers.KimiLinearConfig(
+        **WIDE | {"num_experts_per_tok": 2, "num_hidden_layers": 2},
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_key_value_heads=8,
+        kv_lora_rank=256,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        num_local_experts=4,
+        linear_head_dim=64,
+        linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"],
     ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **WIDE | {"num_experts_per_tok": 2}, intermediate_size=256, num_experts=4

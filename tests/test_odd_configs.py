@@ -19,6 +19,7 @@ from conftest import FAMILIES as PEERS
 from conftest import hub_keys, randomize
 from odd_draws import draw
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from generate import load_model
 from models import FAMILIES, args_from_hf
@@ -64,12 +65,15 @@ def bases() -> dict[str, tuple]:
 
 
 def run_transformers(config: dict, config_class, model_class) -> tuple[dict[str, Tensor], Tensor]:
-    """Return random weights and logits [1, Q, V] of the model that transformers makes."""
+    """Return random weights, as files have them, and logits [1, Q, V] of transformers' model."""
     torch.manual_seed(0)
     peer = model_class(config_class.from_dict(copy.deepcopy(config))).eval()
     randomize(peer)
     with torch.no_grad():
-        return peer.state_dict(), peer(TOKENS, use_cache=False).logits
+        state, logits = peer.state_dict(), peer(TOKENS, use_cache=False).logits
+    if config["model_type"] == "kimi_linear":  # in memory its tensors have other names
+        state = revert_weight_conversion(peer, state)
+    return state, logits
 
 
 class Weights:
@@ -199,6 +203,9 @@ SAME = [
     ("flint", {"mlp_only_layers": [], "norm_topk_prob": False, "layer_types": None}),
     ("kolibri1", {"layer_types": FULL}),
     ("kolibri1", {"layer_types": None, "norm_topk_prob": True}),
+    ("kimi_linear", {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 2}),
+    ("kimi_linear", {"linear_attn_config": {"num_heads": 3, "head_dim": 8}, "q_lora_rank": 24}),
+    ("kimi_linear", {"n_shared_experts": 0, "num_shared_experts": ABSENT}),
 ]
 # Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
 SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
@@ -251,6 +258,13 @@ REFUSED = [
     ("deepseek_v3", {"head_dim": 16}, "head_dim = 16"),
     ("deepseek_v3", {"attention_bias": 0}, "attention_bias = 0"),
     ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace = None"),
+    ("kimi_linear", {"linear_attn_config": None}, "linear_attn_config = None"),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 0.5}}, "linear_attn_config.head_dim = 0.5"),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [3]}},
+        "must name each of 4 layers once, from 1 on",
+    ),
     (
         "glm4_moe_lite",
         {"first_k_dense_replace": 0, "mlp_layer_types": ABSENT},

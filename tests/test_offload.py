@@ -251,7 +251,7 @@ def blob_bytes(model: Transformer, layer: int) -> int:
     "family",
     (
         *("granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gemma4"),
-        *("nemotron_h", "granitemoehybrid"),
+        *("nemotron_h", "granitemoehybrid", "kimi_linear"),
     ),
 )
 def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):

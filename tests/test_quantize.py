@@ -27,6 +27,7 @@ from formats.hqq import solve_hqq
 from formats.mxfp4 import E2M1, published_codes
 from formats.packed import PackedExpertLinear, PackedLinear
 from formats.quantizer import (
+    NEVER_PACKED,
     bits_per_weight,
     formats_of_mode,
     pack_modules,
@@ -766,7 +767,7 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     model = build_model(args_of_checkpoint(source))
     linear = {path for path, m in model.named_modules() if isinstance(m, Linear | ExpertLinear)}
     assert target.format["modules"].keys() == {
-        path for path in linear if not path.endswith(("router", "_gate", "wba", "wdt"))
+        path for path in linear if not path.endswith(("_gate", *NEVER_PACKED))
     }
     # Embeddings, router, gates, norms, q/k norms and biases: the same bits.
     kept = {
@@ -783,20 +784,21 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
     hybrid = family in ("qwen3_next", "qwen3_5_moe")
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
-    recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid")
+    recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid", "kimi_linear")
     of_recurrence = {f"layers.0.attention.{n}" for n in ("a_log", "dt_bias")}
     assert (of_recurrence if recurrent else set()) == of_recurrence & kept
     assert (recurrent or family == "lfm2_moe") == ("layers.0.attention.conv.weight" in kept)
     corrected = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "lfm2_moe", "minimax_m2", "afmoe")
-    sigmoid_routed = family in (*corrected, "nemotron_h", *WINDOWED[1:])
+    sigmoid_routed = family in (*corrected, "nemotron_h", "kimi_linear", *WINDOWED[1:])
     biased = sigmoid_routed or family == "ernie4_5_moe"
     with_norms = sigmoid_routed or family in ("qwen3_moe", "olmoe", "gemma4", *WINDOWED)
-    with_norms = with_norms and family != "nemotron_h"
+    with_norms = with_norms and family not in ("nemotron_h", "kimi_linear")
     assert with_norms == ("layers.1.attention.q_norm.weight" in kept)
     assert (family in ("qwen3_moe", "phimoe", "gpt_oss")) == ("layers.1.attention.wo.bias" in kept)
     assert biased == ("layers.2.ffn.score_bias" in kept)
     latent = family.startswith("deepseek") or family == "glm4_moe_lite"
     assert latent == ("layers.0.attention.wkv" in kept)
+    assert (family == "kimi_linear") == ("layers.0.attention.wdecay.weight" in kept)
     assert (family in ("gpt_oss", "flint")) == ("layers.0.attention.sinks" in kept)
     of_gpt_oss = {"layers.1.ffn.router.bias", "layers.2.ffn.experts.w13.bias"}
     assert (of_gpt_oss if family == "gpt_oss" else set()) == of_gpt_oss & kept

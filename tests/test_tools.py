@@ -18,6 +18,7 @@ from tool_calls.formats import (
     GlmParser,
     HarmonyParser,
     HermesParser,
+    KimiParser,
     MiniMaxParser,
     MistralParser,
     PythonicParser,
@@ -64,6 +65,15 @@ MINIMAX = (
     '<parameter name="place">{"a": [1, {"b": null}]}</parameter>\n</invoke>\n'
 )
 MINIMAX_NOW = '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
+KIMI = (
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0{KIMI_ARGUMENT}"
+    f"{json.dumps(CITY)}<|tool_call_end|>"
+)
+KIMI_NOW = (
+    f"<|tool_call_begin|>functions.now:1{KIMI_ARGUMENT}{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
 PYTHONIC = (
     """<|tool_call_start|>[weather(city='Zürich "ZH" {x', days=3, place={'a': [1, {"b": None}]})"""
 )
@@ -124,6 +134,7 @@ CASES = (
     (MistralParser, f"Let me see.[TOOL_CALLS]weather{json.dumps(CITY)}[TOOL_CALLS]now{{}}"),
     (GemmaParser, f"Let me see.{GEMMA}{GEMMA_NOW}"),
     (MiniMaxParser, f"Let me see.\n\n{MINIMAX}{MINIMAX_NOW}"),
+    (KimiParser, f"Let me see.{KIMI}{KIMI_NOW}"),
     (PythonicParser, f"Let me see.{PYTHONIC}, now()]<|tool_call_end|>"),
     (PythonicParser, f"Let me see.{PYTHONIC}]<|tool_call_end|><|tool_call_start|>[now()]"),
     (PythonicParser, f'Let me see.<|tool_call_start|>{MISTRAL}{{"name": "now"}}]<|tool_call_end|>'),
@@ -194,6 +205,7 @@ LOOKALIKES = (
     (MistralParser, '[TOOL_CALLS] [1, 2] and {"name": 3}'),
     (GemmaParser, "<|tool_call> calls, <|tool_call>call:me{maybe"),
     (MiniMaxParser, '<minimax:tool_call> is a tag, <invoke name= too, <invoke name="a b">'),
+    (KimiParser, "<|tool_call_begin|> begins a call, <|tool_call_begin|>functions.now:1, <|tool_"),
     (PythonicParser, "<|tool_call_start|>[see (below)]<|tool_call_end|> and <|tool_call_start"),
 )
 
@@ -482,6 +494,20 @@ FAULTS = {
         (
             f"{ROME_MINIMAX[:-3]}<invoke> & </param></parameter></invoke></minimax:tool_call>",
             [["weather", {"city": "<invoke> & </param>"}]],
+        ),
+    ),
+    KimiParser: (
+        (f'<|tool_call_begin|>weather{KIMI_ARGUMENT}{{"city": "Rom"}}', [ROME]),
+        (f'<|tool_call_begin|>functions.weather:7 {KIMI_ARGUMENT} {{"city": "Rom"', [ROME]),
+        (
+            f"<|tool_call_begin|>functions.weather:0{KIMI_ARGUMENT}{{'city': 'Rom', days: 3}}"
+            "<|tool_calls_section_end|>",
+            [ROME_3],
+        ),
+        (
+            "<|tool_calls_section_begin|>\n<|tool_call_begin|>weather"
+            f'{KIMI_ARGUMENT}{{"city": "Rom"{KIMI_NOW}',
+            [ROME, NOW],
         ),
     ),
     PythonicParser: (

@@ -43,6 +43,7 @@ from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
 from models.granitemoehybrid import GraniteMoeHybridArgs
+from models.kimi_linear import KimiLinearArgs
 from models.kolibri1 import Kolibri1Args
 from models.laguna import LagunaArgs
 from models.latent_family import LatentArgs
@@ -250,6 +251,23 @@ FAMILIES = {
         shared_intermediate=256,
         routed_scale=1.5,
         rotary_dim=16,
+        dense_layers=(0,),
+        dense_intermediate=512,
+    ),
+    "kimi_linear": KimiLinearArgs(
+        "kimi_linear",
+        **SIZES,
+        n_kv_head=1,
+        n_expert=8,
+        n_active=3,
+        shared_intermediate=256,
+        routed_scale=1.5,
+        rotary_dim=16,
+        kv_rank=32,
+        value_dim=32,
+        full_layers=(1,),
+        delta_heads=4,
+        delta_dim=32,
         dense_layers=(0,),
         dense_intermediate=512,
     ),
@@ -574,7 +592,12 @@ def test_shards_are_all_of_the_weights(family, parallel, checkpoints):
         tied = name == "head.weight" and args.tied_embeddings
         whole = source.read("embedding.weight" if tied else name)
         assert tensors[0].shape == tensors[1].shape == parameter.shape
+        if name.endswith("wfgb.weight"):  # first the rows of low rank, which all heads share
+            shared = 2 * args.delta_dim
+            assert all(torch.equal(each[:shared], whole[:shared]) for each in tensors)
+            tensors, whole = [each[shared:] for each in tensors], whole[shared:]
         latent = hasattr(args, "kv_rank") and name.endswith("wqkv.weight")
+        latent = latent and int(name.split(".")[1]) in getattr(args, "full_layers", (0, 1))
         replicated = 0  # rows that all heads share
         if latent:
             replicated = args.kv_rank + args.rotary_dim

@@ -42,6 +42,7 @@ __all__ = [
     "GlmParser",
     "HarmonyParser",
     "HermesParser",
+    "KimiParser",
     "MiniMaxParser",
     "MistralParser",
     "Piece",
@@ -339,7 +340,7 @@ class MistralParser(CallParser):
         is_new = tokenizer.template_has("[ARGS]")
         return ("[ARGS]", "") if is_new else ('", "arguments":', "}]")
 
-    def new_id(self) -> str:
+    def new_id(self, name: str) -> str:
         """Return nine letters or digits: Mistral's templates accept no other id."""
         return "".join(secrets.choice(LETTERS) for _ in range(9))
 
@@ -435,6 +436,55 @@ class GemmaParser(CallParser):
             return arguments
 
 
+class KimiParser(CallParser):
+    """Kimi: a section of `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`.
+
+    The published template writes a call's id where the model writes `functions.NAME:0`.
+    """
+
+    in_template = "<|tool_call_argument_begin|>"
+    tokens = (
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+    )
+    openers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    closer = "<|tool_call_end|>"
+
+    @classmethod
+    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
+        section, _, begin, _, argument = cls.tokens
+        return f"{section}{begin}functions." + (f"{name}:0{argument}" if name else "")
+
+    @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        _, section_end, _, end, argument = cls.tokens
+        return f":0{argument}", f"{end}{section_end}"
+
+    def new_id(self, name: str) -> str:
+        return f"functions.{name}:{self.calls}"
+
+    def ends(self) -> tuple[str, ...]:
+        return tuple(map(self.marker, self.tokens[:4]))
+
+    def call(self) -> Reader:
+        section, section_end, begin, end, argument = map(self.marker, self.tokens)
+        name, first = NAME.replace(":", ""), re.escape(begin) if self.opener == section else ""
+        head = rf"\s*(?:functions\.)?({name})(?::\d+)?\s*{re.escape(argument)}\s*"
+        partial = rf"\s*(({name})(:\d*)?\s*(({re.escape(argument)}\s*)|{beginnings(argument)})?)?"
+        begun = rf"|\s*({beginnings(begin)})" if first else ""
+        match = yield from self.expect(
+            rf"\s*{first}{head}(?=\{{)", rf"\s*{first}{partial}{begun}|\s*"
+        )
+        if not match:
+            return False
+        self.begin(match[1])
+        self.buffer = self.buffer[match.end() :]
+        yield from self.json_arguments()
+        yield from self.skip_closer(end)
+        yield from self.skip_closer(section_end)
+        return True
+
+
 class HarmonyParser(CallParser):
     """gpt-oss: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}`.
 
@@ -515,6 +565,7 @@ FORMATS: tuple[type[CallParser], ...] = (
     HarmonyParser,
     GemmaParser,
     PythonicParser,
+    KimiParser,
     MiniMaxParser,
     QwenCoderParser,
     GlmParser,

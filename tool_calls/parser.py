@@ -235,10 +235,10 @@ class CallParser:
         self.known = self.schema.names()
         self.space, self.after_call = "", True
         name = plain(name.replace(MARK, ""))
-        self.pieces.append(CallPiece(self.calls, "", self.new_id(), name))
+        self.pieces.append(CallPiece(self.calls, "", self.new_id(name), name))
         self.calls += 1
 
-    def new_id(self) -> str:
+    def new_id(self, name: str) -> str:
         return f"call_{secrets.token_hex(12)}"
 
     def add_arguments(self, text: str) -> None:

@@ -31,7 +31,7 @@ from ops.attention.delta_prompt import (
     gated_rms_norm,
 )
 from ops.attention.delta_state import DeltaWeights
-from ops.plain.gated_delta import gated_delta_step
+from ops.plain.gated_delta import gated_delta_step, mask_gates
 
 
 class DeltaSizes(NamedTuple):
@@ -42,6 +42,11 @@ class DeltaSizes(NamedTuple):
     key_dim: int  # Ck
     value_dim: int  # Cv
     width: int  # W
+
+    @property
+    def gates(self) -> int:
+        """Numbers that make a token's gates: b and a of each value head."""
+        return 2 * self.value_heads
 
     @property
     def channels(self) -> int:
@@ -58,7 +63,7 @@ class DeltaInputs(NamedTuple):
     """What a layer appends for a call's tokens."""
 
     x: Tensor  # [B, Q, N], before the convolution
-    ba: Tensor  # [B, Q, 2 H], what gives the gates
+    ba: Tensor  # [B, Q, `DeltaSizes.gates`], what gives the gates
     weights: DeltaWeights
 
 
@@ -72,7 +77,7 @@ class DeltaState(PendingState):
         buffers = {
             "state": torch.zeros(batch, H, Ck, Cv, dtype=torch.float32, device=device),
             "inputs": like.new_zeros(batch, W - 1 + M, sizes.channels),
-            "ba": like.new_zeros(batch, M, 2 * H),
+            "ba": like.new_zeros(batch, M, sizes.gates),
             "first": torch.zeros(batch, H, dtype=torch.int64, device=device),
         }
         super().__init__(W, buffers)
@@ -91,7 +96,7 @@ class DeltaState(PendingState):
         take_in_pending(*memory, position, context.last, row, self.sizes.key_heads)
         count, real = real_counts(context, B, Q, x.device)
         g, beta = delta_gates(ba, weights.a_log, weights.dt_bias)
-        g, beta = torch.where(real, g, 0.0), torch.where(real, beta, 0.0)  # padding does nothing
+        g, beta = mask_gates(g, beta, real)  # padding does nothing
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
         y, inputs = causal_conv_silu(x, window, weights.conv), torch.cat((window, x), dim=1)
@@ -139,7 +144,7 @@ class DeltaNet(RecurrentLayer):
         """`mix` of a few tokens, by kernels."""
         memory, weights = self.state, [*self.weights()]
         place = context.positions, context.last, memory.arrivals, self.sizes.key_heads
-        tokens = qkvz, ba, memory.state, memory.pending(), weights
+        tokens = qkvz, [ba], memory.state, memory.pending(), weights
         return self.in_order(delta_tokens(*tokens, *place, self.norm.eps))
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:

@@ -17,11 +17,12 @@ from models.gguf import (
     partial_rotary,
 )
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
-from models.layers.gated_delta_net import (
+from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
+from models.layers.pending_state import (
+    MAX_SNAPSHOTS,
     MAX_TENTATIVE,
-    DeltaNet,
-    DeltaSizes,
-    delta_net_recipes,
+    PROMPT_CHUNK,
+    join_projections,
 )
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
@@ -31,10 +32,8 @@ from models.layers.scaled_rope import (
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipes, copy_of, prefixed
+from models.tensors import Recipes, copy_of, with_mixer
 
-PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
-MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
 KINDS = "linear_attention", "full_attention"
 
 
@@ -90,9 +89,7 @@ class HybridTransformer(ScaledRopeTransformer):
 
     def tie_weights(self) -> None:
         super().tie_weights()
-        for block in self.layers:
-            if isinstance(block.attention, DeltaNet) and self.embedding.weight.is_cuda:
-                block.attention.join_projections()
+        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         rotated = self.args.rotary_dim
@@ -207,10 +204,8 @@ class HybridFamily(ScaledRopeFamily):
         table = super().layer_recipes(args, layer, layout)
         if layer in args.full_layers:
             return table
-        attention = f"layers.{layer}.attention."
-        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
         delta = self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
-        return table | prefixed(delta, layer)
+        return with_mixer(table, layer, delta)
 
     def projection_recipes(self, args: HybridArgs) -> Recipes:
         """Return the recipes of a Gated DeltaNet layer's wqkvz and wba."""

@@ -9,13 +9,16 @@ from model import ModelArgs, Transformer, is_layer
 from models.config import HFConfig
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
-from models.layers.mamba2 import Mamba2, MambaSizes, mamba_recipes
-from models.layers.pending_state import MAX_TENTATIVE
-from models.tensors import Recipes, prefixed
+from models.layers.mamba2 import MambaSizes, mamba_recipes
+from models.layers.pending_state import (
+    MAX_SNAPSHOTS,
+    MAX_TENTATIVE,
+    PROMPT_CHUNK,
+    join_projections,
+)
+from models.tensors import Recipes, with_mixer
 from ops.plain.rope import rope_table
 
-PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
-MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
 # Names of a layer's kind, those of older files too.
 ATTENTION, MAMBA = ("full_attention", "attention"), ("linear_attention", "mamba")
 # What config.json has for step sizes without limits; the second as transformers 5 writes it.
@@ -57,9 +60,7 @@ class MambaTransformer(Transformer):
 
     def tie_weights(self) -> None:
         super().tie_weights()
-        for block in self.layers:
-            if isinstance(block.attention, Mamba2) and self.embedding.weight.is_cuda:
-                block.attention.join_projections()
+        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         """Return cosines of 1 and sines of 0: the kernels of attention rotate by nothing."""
@@ -95,9 +96,7 @@ class MambaFamily(Family):
         table = super().layer_recipes(args, layer, layout)
         if layer in args.full_layers:
             return table
-        attention = f"layers.{layer}.attention."
-        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-        return table | prefixed(mamba_recipes(args.mamba_sizes, args.dim, self.mamba), layer)
+        return with_mixer(table, layer, mamba_recipes(args.mamba_sizes, args.dim, self.mamba))
 
     # GGUF files ---------------------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ Letters: B sequences, Q tokens, N channels of the convolution, W its width, M = 
 import torch
 from torch import Tensor, nn
 
-from model import Context, KVCache, Linear, new_parameter
+from model import Context, KVCache, Linear, Transformer, new_parameter
 from ops.inductor import materialize
 from ops.plain.pending import last_inputs
 
 MAX_TENTATIVE = 16  # tokens of one call that can still be refused
+MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
+PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
 
 
 class PendingState(nn.Module):
@@ -179,3 +181,10 @@ class RecurrentLayer(nn.Module):
     def fused_core(self, projected: Tensor, context: Context) -> Tensor:
         """`core` by kernels alone, without the compiler."""
         return self.mix_few(*self.split(projected), context)
+
+
+def join_projections(model: Transformer) -> None:
+    """Join the first products of all recurrent layers that are on a GPU."""
+    for block in model.layers:
+        if isinstance(block.attention, RecurrentLayer) and model.embedding.weight.is_cuda:
+            block.attention.join_projections()

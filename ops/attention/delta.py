@@ -25,16 +25,25 @@ from ops.attention.delta_many import launch_several
 from ops.attention.delta_state import (
     DeltaSettings,
     DeltaWeights,
+    Gates,
     Pending,
     as_tile,
     convolve_stored,
     count_accepted,
     count_real,
+    decay_channels,
+    decay_inputs_at,
+    find_gates,
+    find_pending_gates,
     fit_tiles,
+    gate_factor,
     key_channels,
     like_tile,
     load_gates,
+    load_own_gates,
     load_taps,
+    output_gate_at,
+    pending_decays,
     read_and_update,
     softplus,
     tile_places,
@@ -97,36 +106,43 @@ def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _load_own(qkvz, ba, keys, values, s: tl.constexpr):
-    """Load a token's inputs of q and k, of v, its gate before SiLU, and what makes its gates."""
-    GATES: tl.constexpr = s.heads * s.value_dim
-    gate = as_tile(tl.load(qkvz + GATES + values), s).to(tl.float32)
-    b, a = tl.load(ba).to(tl.float32), tl.load(ba + s.heads).to(tl.float32)
+def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
+    """Load a token's inputs of q and k, of v, its output's gate, and what makes its gates.
+
+    found: as of `find_gates`.
+    """
+    qkvz += token * s.row
+    gate = as_tile(tl.load(output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
+    own = found[0] + token * s.ba_row
+    b = tl.load(own).to(tl.float32)
+    a = tl.load(decay_inputs_at(own, found, token, s)).to(tl.float32)
     return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
 
 
 @jit
-def _read_tokens(qkvz, ba, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
+def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
     """Store what each of several tokens reads of a head, normalized; 0 for padding.
 
-    old: the state. past, taps: of q and k, and of v. gates: the decay's rate and bias, the norm's
-    weight. places: channels of q and k, of v, and which of these are stored.
+    found: as of `find_gates`. old: the state. past, taps: of q and k, and of v. gates: the decay's
+    rate and bias, the norm's weight. places: channels of q and k, of v, and which of these are
+    stored.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
     keys, values, is_first = places
     key_past, value_past = past
-    loaded = _load_own(qkvz, ba, keys, values, s)
+    loaded = _load_own(qkvz, found, keys, values, 0, s)
     for token in range(real):
         new_keys, new_values, gate, b, a = loaded
         later = tl.minimum(token + 1, tokens - 1)
-        loaded = _load_own(qkvz + later * s.row, ba + later * s.ba_row, keys, values, s)
+        loaded = _load_own(qkvz, found, keys, values, later, s)
         qk = _convolve(new_keys, _sum_past(key_past, taps[0], s), taps[0], s)
         v = _convolve(new_values, _sum_past(value_past, taps[1], s), taps[1], s)
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
-        out = _norm_head(out, gate * tl.sigmoid(gate) * gates[2], s, DTYPE)
+        gate = gate_factor(tl.sigmoid(gate), gate, s)
+        out = _norm_head(out, gate * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
@@ -167,7 +183,7 @@ def _keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
 @jit
 def _update_heads(
     qkvz,
-    ba,
+    gates,
     state,
     pending,
     weights,
@@ -196,7 +212,7 @@ def _update_heads(
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
-    bias = tl.load(weights.dt_bias + head).to(tl.float32)
+    bias = tl.load(weights.dt_bias + decay_channels(head, s)).to(tl.float32)
     weight = tl.load(weights.norm + own).to(tl.float32)
     window = pending.inputs + sequence * (s.width - 1 + s.most) * s.channels
     values += columns
@@ -206,8 +222,8 @@ def _update_heads(
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        stored = pending.ba + (sequence * s.most + token) * 2 * H + head
-        decay, share = load_gates(stored, rate, bias, s)
+        kept = find_pending_gates(pending, sequence, token, head, s)
+        decay, share = load_gates(kept, kept, pending_decays(head, s), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
@@ -226,16 +242,16 @@ def _update_heads(
     await_previous(PDL)
     DTYPE: tl.constexpr = y.dtype.element_ty
     qkvz += sequence * tokens * s.row
-    ba += sequence * tokens * s.ba_row + head
+    found = find_gates(gates, sequence, tokens, head, s)
     is_first = lane_row == 0
     y += (sequence * tokens * H + head) * CV + columns
     if s.is_one:
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-        gate = as_tile(tl.load(qkvz + H * CV + values), s).to(tl.float32)
-        decay, share = load_gates(ba, rate, bias, s)
+        gate = as_tile(tl.load(output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
+        decay, share = load_own_gates(found, 0, rate, bias, s)
         qk = _convolve(new_keys, key_past, key_taps, s)
         v = _convolve(new_values, value_past, value_taps, s)
-        gate *= tl.sigmoid(gate) * weight
+        gate = gate_factor(tl.sigmoid(gate) * weight, gate, s)
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
@@ -250,13 +266,16 @@ def _update_heads(
     else:
         past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
         places = keys, values, is_first
-        _read_tokens(qkvz, ba, y, old, past, taps, (rate, bias, weight), places, real, tokens, s)
+        factors = rate, bias, weight
+        _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + sequence * H + head, place + 1)
             for token in range(tokens):
-                stored = pending.ba + (sequence * s.most + token) * 2 * H + head
-                tl.store(stored, tl.load(ba + token * s.ba_row))
-                tl.store(stored + H, tl.load(ba + token * s.ba_row + H))
+                kept = find_pending_gates(pending, sequence, token, head, s)
+                source = found[0] + token * s.ba_row
+                tl.store(kept, tl.load(source))
+                source = decay_inputs_at(source, found, token, s)
+                tl.store(kept + pending_decays(head, s), tl.load(source))
             _keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
             if moves_keys:
                 _keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
@@ -272,7 +291,7 @@ NAMES = "_update_heads", "_update_states", "_finish_tokens"
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
 def delta_tokens(
     qkvz: Tensor,
-    ba: Tensor,
+    gates: list[Tensor],
     state: Tensor,
     pending: list[Tensor],
     weights: list[Tensor],
@@ -284,9 +303,10 @@ def delta_tokens(
 ) -> Tensor:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
 
-    qkvz [B, T, N + H Cv]: q, k and v before the convolution, then the gate. ba [B, T, 2 H]: beta
-    before its sigmoid, then the decay's input. weights: a `DeltaWeights`. eps: of the gated norm.
-    Return [B, T, H Cv].
+    qkvz [B, T, N + H Cv]: q, k and v before the convolution, then the gate. gates: a `Gates`, of ba
+    [B, T, 2 H] alone: beta before its sigmoid, then the decay's input. If it has all three tensors,
+    there is a decay for each channel of a key, and qkvz [B, T, N] has no gate. weights: a
+    `DeltaWeights`. eps: of the gated norm. Return [B, T, H Cv].
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
@@ -298,31 +318,34 @@ def delta_tokens(
     that is updated may have more than B rows. Raises ValueError for a wrong shape.
     """
     (B, T, _), (H, CK, CV), (N, W) = qkvz.shape, state.shape[1:], weights[0].shape
-    M = pending[1].shape[1]
+    M, of_channels = pending[1].shape[1], len(gates) > 1
+    if of_channels:
+        check_shapes(a=(gates[1], (B, T, H * CK)), output=(gates[2], (B, T, H * CV)))
     check_shapes(
-        qkvz=(qkvz, (B, T, 2 * key_heads * CK + 2 * H * CV)),
-        ba=(ba, (B, T, 2 * H)),
+        qkvz=(qkvz, (B, T, 2 * key_heads * CK + (1 if of_channels else 2) * H * CV)),
+        ba=(gates[0], (B, T, H if of_channels else 2 * H)),
         positions=(positions, (B, T)),
         inputs=(pending[0], (len(state), W - 1 + M, N)),
         norm=(weights[3], (CV,)),
     )
     if T > M:
         raise ValueError(f"{T} tokens, of which only {M} can be pending")
-    qkvz, ba, positions = with_even_rows(qkvz), with_even_rows(ba), positions.contiguous()
-    rows, is_whole = (qkvz.stride(1), ba.stride(1)), T <= WHOLE_HEADS
-    s = DeltaSettings(key_heads, H, CK, CV, W, eps, T == 1, M, *rows, is_whole)
+    qkvz, positions = with_even_rows(qkvz), positions.contiguous()
+    own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
+    rows, is_whole = (qkvz.stride(1), own.ba.stride(1)), T <= WHOLE_HEADS
+    s = DeltaSettings(key_heads, H, CK, CV, W, eps, T == 1, M, *rows, is_whole, of_channels)
     memory = state, Pending(*pending), DeltaWeights(*weights), positions, last
     y = qkvz.new_empty(B, T, H * CV)
     if is_whole:
-        tensors = qkvz, ba, *memory, arrivals, y
+        tensors = qkvz, own, *memory, arrivals, y
         launch(_update_heads, (H, B), *tensors, T, settings=s, warps=s.warps)
     else:
-        launch_several(qkvz, ba, *memory, y, s)
+        launch_several(qkvz, own, *memory, y, s)
     return y
 
 
 @delta_tokens.register_fake
-def _(qkvz: Tensor, ba: Tensor, state: Tensor, *rest) -> Tensor:
+def _(qkvz: Tensor, gates: list[Tensor], state: Tensor, *rest) -> Tensor:
     B, T, _ = qkvz.shape
     return qkvz.new_empty(B, T, state.shape[1] * state.shape[3])
 

@@ -14,14 +14,21 @@ from torch import Tensor
 from ops.attention.delta_state import (
     DeltaSettings,
     DeltaWeights,
+    Gates,
     Pending,
     as_tile,
     convolve_stored,
     count_accepted,
     count_real,
+    decay_channels,
+    find_gates,
+    find_pending_gates,
+    gate_factor,
     key_channels,
     load_gates,
+    load_own_gates,
     load_taps,
+    pending_decays,
     read_and_update,
     tile_places,
 )
@@ -57,7 +64,7 @@ def _convolve_token(window, qkvz, taps, channels, token, ends, s: tl.constexpr):
 @jit
 def _update_states(
     qkvz,
-    ba,
+    gates,
     state,
     pending,
     weights,
@@ -82,7 +89,7 @@ def _update_states(
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
-    bias = tl.load(weights.dt_bias + head).to(tl.float32)
+    bias = tl.load(weights.dt_bias + decay_channels(head, s)).to(tl.float32)
     window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     real = count_real(last, sequence, tl.maximum(tokens, 1))
     place = tl.load(position + sequence * tl.maximum(tokens, 1))
@@ -92,8 +99,8 @@ def _update_states(
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        stored = pending.ba + (row * s.most + token) * 2 * H + head
-        decay, share = load_gates(stored, rate, bias, s)
+        kept = find_pending_gates(pending, row, token, head, s)
+        decay, share = load_gates(kept, kept, pending_decays(head, s), rate, bias)
         _, old = read_and_update(old, qk, as_tile(v, s), decay, share, s)
     if count > 0:
         tl.store(state, tl.reshape(old, memory.shape))
@@ -102,18 +109,18 @@ def _update_states(
         tl.store(accepted + sequence, count)
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
-        ba += sequence * tokens * s.ba_row + head
+        found = find_gates(gates, sequence, tokens, head, s)
         out += (sequence * tokens * H + head) * CV + begin + columns
         is_first, ends = lane_row == 0, count + s.width - 1
         qk = _convolve_token(window, qkvz, key_taps, keys, count, ends, s)
         v = _convolve_token(window, qkvz, value_taps, values, count, ends, s)
-        decay, share = load_gates(ba, rate, bias, s)
+        decay, share = load_own_gates(found, 0, rate, bias, s)
         for token in range(real):
             q_and_k, value, now_decay, now_share = qk, v, decay, share
             later = tl.minimum(token + 1, tokens - 1)
             qk = _convolve_token(window, qkvz, key_taps, keys, count + later, ends, s)
             v = _convolve_token(window, qkvz, value_taps, values, count + later, ends, s)
-            decay, share = load_gates(ba + later * s.ba_row, rate, bias, s)
+            decay, share = load_own_gates(found, later, rate, bias, s)
             read, old = read_and_update(old, q_and_k, as_tile(value, s), now_decay, now_share, s)
             read = tl.reshape(read, columns.shape).to(out.dtype.element_ty)
             tl.store(out + token * (H * CV), read, mask=is_first)
@@ -122,13 +129,22 @@ def _update_states(
             tl.store(out + token * (H * CV), zeros, mask=is_first)
 
 
+@jit
+def _keep_gates(pending, row, begin, own, own_row, places, count, tokens, s: tl.constexpr):
+    """Store what makes the gates of the call's tokens: of each `count` numbers, from `begin` on."""
+    for token in range(tokens):
+        number = tl.load(own + token * own_row + places, mask=places < count)
+        stored = pending.ba + (row * s.most + token) * s.gates + begin
+        tl.store(stored + places, number, mask=places < count)
+
+
 # Grid [T H + N / CHANNELS, B]: a program normalizes one head of a token, or moves CHANNELS of the
 # window on to the accepted tokens, and makes the call's tokens the pending ones. accepted: as of
 # `_update_states`.
 @jit
 def _finish_tokens(
     qkvz,
-    ba,
+    gates,
     out,
     norm,
     pending,
@@ -156,9 +172,13 @@ def _finish_tokens(
         if part < tokens * H:
             at = (sequence * tokens * H + part) * CV + c
             numbers = tl.load(out + at).to(tl.float32)
-            gates = tl.load(qkvz + part // H * s.row + N + part % H * CV + c).to(tl.float32)
+            if s.channel_decay:
+                gate = tl.load(gates.output + at).to(tl.float32)
+            else:
+                gate = tl.load(qkvz + part // H * s.row + N + part % H * CV + c).to(tl.float32)
             numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / CV + s.eps) * weight
-            tl.store(y + at, (numbers * gates * tl.sigmoid(gates)).to(y.dtype.element_ty))
+            numbers = gate_factor(numbers, gate, s) * tl.sigmoid(gate)
+            tl.store(y + at, numbers.to(y.dtype.element_ty))
     if (part >= tokens * H) & (real > 0):
         channels = (part - tokens * H) * CHANNELS + tl.arange(0, CHANNELS)
         exists, count = channels < N, tl.load(accepted + sequence)
@@ -169,16 +189,19 @@ def _finish_tokens(
             for token in range(tokens):
                 number = tl.load(qkvz + token * s.row + channels, mask=exists)
                 tl.store(window + (W - 1 + token) * N, number, mask=exists)
+            if s.channel_decay:  # too many for one program
+                own = gates.ba + sequence * tokens * s.ba_row
+                _keep_gates(pending, row, 0, own, s.ba_row, channels, H, tokens, s)
+                own = gates.a + sequence * tokens * s.decays
+                _keep_gates(pending, row, H, own, s.decays, channels, s.decays, tokens, s)
         if part == tokens * H:
             first, heads = place * 0, tl.arange(0, s.padded_heads)
-            if ba is not None:
+            if qkvz is not None:
                 first = place + 1
-                ba += sequence * tokens * s.ba_row
-                both = tl.arange(0, 2 * s.padded_heads)
-                for token in range(tokens):
-                    number = tl.load(ba + token * s.ba_row + both, mask=both < 2 * H)
-                    stored = pending.ba + (row * s.most + token) * 2 * H
-                    tl.store(stored + both, number, mask=both < 2 * H)
+                if not s.channel_decay:
+                    both = tl.arange(0, 2 * s.padded_heads)
+                    own = gates.ba + sequence * tokens * s.ba_row
+                    _keep_gates(pending, row, 0, own, s.ba_row, both, 2 * H, tokens, s)
             tl.store(pending.first + row * H + heads, first + 0 * heads, mask=heads < H)
 
 
@@ -187,7 +210,7 @@ def _finish_tokens(
 
 def launch_several(
     qkvz: Tensor | None,
-    ba: Tensor | None,
+    gates: Gates | None,
     state: Tensor,
     pending: Pending,
     weights: DeltaWeights,
@@ -196,13 +219,16 @@ def launch_several(
     y: Tensor | None,
     s: DeltaSettings,
 ) -> None:
-    """Launch the kernels of several tokens, or of none: qkvz, ba and y None, positions [B, 1]."""
+    """Launch the kernels of several tokens.
+
+    Or of none: then qkvz, gates and y are None, and positions [B, 1].
+    """
     B, T = len(positions), 0 if y is None else y.shape[1]
     accepted = torch.empty(B, dtype=torch.int32, device=state.device)
     out = None if y is None else torch.empty_like(y)
     grid, options = (s.value_dim // s.columns, s.heads, B), dict(settings=s, warps=s.warps)
-    tensors = qkvz, ba, state, pending, weights, positions, last, accepted, out
+    tensors = qkvz, gates, state, pending, weights, positions, last, accepted, out
     launch(_update_states, grid, *tensors, T, **options)
-    tensors = qkvz, ba, out, weights.norm, pending, accepted, positions, last, y
+    tensors = qkvz, gates, out, weights.norm, pending, accepted, positions, last, y
     grid = T * s.heads + triton.cdiv(s.channels, s.window_channels), B
     launch(_finish_tokens, grid, *tensors, T, **options)

@@ -3,7 +3,6 @@
 On a GPU the kernels of ops/attention/delta.py take them in. Letters are those of that file.
 """
 
-import torch
 from torch import Tensor
 
 from ops.attention.delta import kernels_support
@@ -11,7 +10,7 @@ from ops.attention.delta_many import launch_several
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaSettings, DeltaWeights, Pending
 from ops.inductor import custom_op
-from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch
+from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
 
@@ -32,7 +31,8 @@ def take_in_pending(
     """
     W, (H, CK, CV), M = weights[0].shape[1], state.shape[1:], pending[1].shape[1]
     if kernels_support(state):
-        s = DeltaSettings(key_heads, H, CK, CV, W, 0.0, False, M, 0, 0)
+        of_channels = len(weights[2]) > H
+        s = DeltaSettings(key_heads, H, CK, CV, W, 0.0, False, M, 0, 0, channel_decay=of_channels)
         own = Pending(*pending, row)
         launch_several(None, None, state, own, DeltaWeights(*weights), position, last, None, s)
         return
@@ -42,7 +42,7 @@ def take_in_pending(
         q, k, v = y.split((key_heads * CK, key_heads * CK, H * CV), dim=-1)
         q, k = (part.unflatten(-1, (key_heads, CK)) for part in (q, k))
         g, beta = gates_in_torch(ba, weights[1], weights[2])
-        g, beta = torch.where(kept, g, 0.0), torch.where(kept, beta, 0.0)
+        g, beta = mask_gates(g, beta, kept)
         return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
 
     take_in_plain(state, pending, W, position, last, row, advance)

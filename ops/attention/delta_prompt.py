@@ -48,6 +48,7 @@ class PromptSettings:
     rows: int = 1  # a program computes: tokens (a chunk of the rule), heads or gates
     columns: int = 1  # a program computes: of the state, or channels
     precision: str = "tf32"
+    is_silu: bool = True  # the gated norm's activation; else sigmoid
 
 
 class Systems(NamedTuple):
@@ -233,7 +234,8 @@ def gated_delta_chunk(
     A custom operator, so that Dynamo does not specialize on the number of tokens.
     """
     arguments = q, k, v, g, beta, state
-    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+    one_decay = g.dim() == beta.dim()  # a head; the kernels have no decay for each channel
+    if one_decay and can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
         return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
     return chunk_in_torch(*arguments)
 
@@ -347,22 +349,31 @@ def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
     gate += row // H * GATE_TOKEN + row % H * CV + c
     gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
     numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + s.eps)
-    numbers *= tl.load(weight + c).to(tl.float32) * gates * tl.sigmoid(gates)
+    factor = tl.load(weight + c).to(tl.float32)
+    if s.is_silu:
+        factor *= gates
+    numbers *= factor * tl.sigmoid(gates)
     tl.store(y + row * CV + c, numbers.to(y.dtype.element_ty), mask=exists)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
     """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
+    arguments = x, gate, weight, eps, activation
     if x.dim() != 4 or not fit_tiles(x.shape[-1]):
-        return norm_in_torch(x, gate, weight, eps)
-    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, x, gate, weight, eps)
+        return norm_in_torch(*arguments)
+    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, *arguments)
 
 
-def launch_norm_heads(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch_norm_heads(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
     B, Q, H, CV = x.shape
     check_shapes(gate=(gate, x.shape), weight=(weight, (CV,)))
     gate = with_even_rows(gate.flatten(2))
-    y, s, count = x.new_empty(x.shape), PromptSettings(H, value_dim=CV, eps=eps, rows=8), B * Q * H
+    y, count = x.new_empty(x.shape), B * Q * H
+    s = PromptSettings(H, value_dim=CV, eps=eps, rows=8, is_silu=activation == "silu")
     tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
     launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
     return y
@@ -384,7 +395,9 @@ def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, s: tl.constexpr):
 
 
 def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """`gates_in_torch`, by one kernel in eager code on a GPU."""
+    """`gates_in_torch`, by one kernel in eager code on a GPU, if a head has one decay."""
+    if len(dt_bias) > len(a_log):
+        return gates_in_torch(ba, a_log, dt_bias)
     return _in_eager_code("delta gates", launch_gates, gates_in_torch, ba, a_log, dt_bias)
 
 

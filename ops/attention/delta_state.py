@@ -18,8 +18,16 @@ class DeltaWeights(NamedTuple):
 
     conv: Tensor  # [N, W]
     a_log: Tensor  # [H]
-    dt_bias: Tensor  # [H]
+    dt_bias: Tensor  # [H], or [H Ck]: a decay for each channel
     norm: Tensor  # [Cv]
+
+
+class Gates(NamedTuple):
+    """What gives the gates of a call's tokens, but for those that are beside q, k and v."""
+
+    ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
+    a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
+    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
 
 
 class Pending(NamedTuple):
@@ -29,7 +37,7 @@ class Pending(NamedTuple):
     """
 
     inputs: Tensor  # [B, W - 1 + M, N]: the state's last inputs, then those of the pending tokens
-    ba: Tensor  # [B, M, 2 H], what gives the pending tokens' gates
+    ba: Tensor  # [B, M, 2 H or H + H Ck], b and a of the pending tokens
     first: Tensor  # int64 [B, H]: 1 + the first pending token's position, 0 for none; equal
     row: Tensor | None = None  # int64 [B]: the rows of a call's sequences; None: the first
 
@@ -49,7 +57,23 @@ class DeltaSettings:
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
     is_whole: bool = False  # a program has a whole value head
+    channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
     window_channels: int = 512  # that a program of `_finish_tokens` moves
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token in `Pending.ba`."""
+        return self.heads * (1 + (self.key_dim if self.channel_decay else 1))
+
+    @property
+    def decays(self) -> int:
+        """Numbers of a token in `Gates.a`."""
+        return self.heads * self.key_dim
+
+    @property
+    def outputs(self) -> int:
+        """Numbers of a token in the result, and in `Gates.output`."""
+        return self.heads * self.value_dim
 
     @property
     def channels(self) -> int:
@@ -168,6 +192,23 @@ def _add_five(a, b, c, d, e, f, g, h, i, j):
 
 
 @jit
+def _channel_pair(x, s: tl.constexpr):
+    """x [copies 2 Ck] as of `key_channels` -> its two numbers for each channel, [Ck] each."""
+    CK: tl.constexpr = s.key_dim
+    if s.copies == 2:
+        x, _ = tl.split(tl.trans(tl.reshape(x, [2, 2 * CK])))
+    return tl.split(tl.trans(tl.reshape(x, [2, CK])))
+
+
+@jit
+def _like_state(x, old, s: tl.constexpr):
+    """A number for each channel of a key [Ck] -> for all numbers of the state."""
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    shape: tl.constexpr = [s.key_dim // LANE_ROWS, 1, LANE_ROWS, 1]
+    return tl.broadcast_to(tl.reshape(x, shape), old.shape)
+
+
+@jit
 def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     """Return what a token reads from the state `old`, and the state after it.
 
@@ -177,15 +218,15 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     decayed: both are factors of the sums. q (S + k correction) = q S + (q . k) correction.
     q . q, k . k and q . k are summed for each column too, so that they have the layout of the
     others. The compiler adds the equal numbers of a thread's columns once.
+
+    decay: of the head; or, as q and k, twice that of each channel, which the state takes at once.
     """
     CK: tl.constexpr = s.key_dim
-    LANE_ROWS: tl.constexpr = s.lane_rows
-    if s.copies == 2:
-        qk, _ = tl.split(tl.trans(tl.reshape(qk, [2, 2 * CK])))
-    q, k = tl.split(tl.trans(tl.reshape(qk, [2, CK])))
-    shape: tl.constexpr = [CK // LANE_ROWS, 1, LANE_ROWS, 1]
-    q = tl.broadcast_to(tl.reshape(q, shape), old.shape)
-    k = tl.broadcast_to(tl.reshape(k, shape), old.shape)
+    q, k = _channel_pair(qk, s)
+    q, k = _like_state(q, old, s), _like_state(k, old, s)
+    if s.channel_decay:
+        decay, _ = _channel_pair(decay, s)
+        old, decay = old * _like_state(decay, old, s), 1.0
     sums = (k * old, q * old, q * q, k * k, q * k)
     sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
     k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
@@ -235,7 +276,80 @@ def convolve_stored(inputs, taps, s: tl.constexpr):
 
 
 @jit
-def load_gates(ba, rate, bias, s: tl.constexpr):
-    """Return a token's decay and share. ba: its b of this head; a is H further."""
-    b, a = tl.load(ba).to(tl.float32), tl.load(ba + s.heads).to(tl.float32)
+def decay_channels(head, s: tl.constexpr):
+    """Return which of all decays are a head's: one; or those of its channels, as q and k are."""
+    if s.channel_decay:
+        NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
+        return head * s.key_dim + tl.arange(0, NUMBERS) % s.key_dim
+    else:
+        return head
+
+
+@jit
+def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
+    """Return where a sequence's first token has what makes a head's gates.
+
+    b, and with a decay for each channel a of these, and the output's gate less the place of v.
+    """
+    b = gates.ba + sequence * tokens * s.ba_row + head
+    if s.channel_decay:
+        a = gates.a + sequence * tokens * s.decays + decay_channels(head, s)
+        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
+    else:
+        return b, b, b
+
+
+@jit
+def decay_inputs_at(b, found, token, s: tl.constexpr):
+    """Return where a token has a. b: where it has b. found: as of `find_gates`."""
+    if s.channel_decay:
+        return found[1] + token * s.decays
+    else:
+        return b + s.heads
+
+
+@jit
+def output_gate_at(qkvz, found, token, s: tl.constexpr):
+    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
+    if s.channel_decay:
+        return found[2] + token * s.outputs
+    else:
+        return qkvz + s.outputs
+
+
+@jit
+def find_pending_gates(pending, row, token, head, s: tl.constexpr):
+    """Return where a pending token has b of a head."""
+    return pending.ba + (row * s.most + token) * s.gates + head
+
+
+@jit
+def pending_decays(head, s: tl.constexpr):
+    """Return how far a pending token's a is from its b."""
+    if s.channel_decay:
+        return s.heads - head + decay_channels(head, s)
+    else:
+        return s.heads
+
+
+@jit
+def gate_factor(x, gate, s: tl.constexpr):
+    """Return x, times the gate if its activation is SiLU. The sigmoid is the caller's."""
+    if s.channel_decay:
+        return x
+    else:
+        return x * gate
+
+
+@jit
+def load_gates(b, a, begin, rate, bias):
+    """Return a token's decay and share. b, a + begin: where a head's inputs of these are."""
+    b, a = tl.load(b).to(tl.float32), tl.load(a + begin).to(tl.float32)
     return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
+
+
+@jit
+def load_own_gates(found, token, rate, bias, s: tl.constexpr):
+    """Return a token's decay and share. found: as of `find_gates`."""
+    b = found[0] + token * s.ba_row
+    return load_gates(b, decay_inputs_at(b, found, token, s), 0, rate, bias)

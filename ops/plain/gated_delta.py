@@ -5,6 +5,9 @@ returns for the key k moves towards the value v by the share beta (equation 10):
 
     S <- exp(g) S;  S <- S + beta k (v - k S);  out = q S
 
+g is one number a head, or one for each of its Ck channels, which are rows of S (Kimi Delta
+Attention; Kimi Team 2025, Kimi Linear, section 3).
+
 These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens) and
 ops/attention/delta_prompt.py (prompts). `gated_delta_step` computes one token,
 `gated_delta_recurrent` tokens one by one, `chunk_in_torch` a prompt by batched products.
@@ -35,18 +38,35 @@ def conv_silu_in_torch(
 
 
 def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """ba [B, Q, 2 H], b then a; a_log, dt_bias [H] -> g and beta, fp32 [B, Q, H].
+    """ba [B, Q, H + G], b then a; a_log [H], dt_bias [G] -> g and beta, fp32 [B, Q, H].
 
-    g = -exp(a_log) softplus(a + dt_bias) is the logarithm of the decay, beta = sigmoid(b).
+    g = -exp(a_log) softplus(a + dt_bias) is the logarithm of the decay, beta = sigmoid(b). G is H;
+    or H Ck, with a decay for each channel: then g is [B, Q, H, Ck].
     """
-    b, a = ba.float().chunk(2, dim=-1)
-    return -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
+    H, G = len(a_log), len(dt_bias)
+    b, a = ba.float().split((H, G), dim=-1)
+    rate, a = a_log.float().exp(), F.softplus(a + dt_bias.float())
+    if G > H:
+        rate, a = rate.unsqueeze(-1), a.unflatten(-1, (H, -1))
+    return -rate * a, b.sigmoid()
 
 
-def norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [..., Cv] over its last dimension, times weight [Cv] and silu(gate [..., Cv])."""
+def mask_gates(g: Tensor, beta: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return g and beta with 0 for tokens that are not real [B, Q, 1]: these change no state."""
+    kept = real if g.dim() == real.dim() else real.unsqueeze(-1)
+    return torch.where(kept, g, 0.0), torch.where(real, beta, 0.0)
+
+
+def norm_in_torch(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
+    """Normalize x [..., Cv] over its last dimension, times weight [Cv] and its gate [..., Cv].
+
+    activation: of the gate, "silu" or "sigmoid".
+    """
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    return (y * F.silu(gate.float())).to(x.dtype)
+    factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
+    return (y * factor).to(x.dtype)
 
 
 def gated_delta_step(
@@ -54,12 +74,12 @@ def gated_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Take in one token and read: q, k [B, K, Ck], v [B, H, Cv] -> out [B, H, Cv], the new state.
 
-    q and k are not normalized yet. g: logarithm of the decay, and beta: share of the correction,
-    fp32 [B, H]. state: fp32 [B, H, Ck, Cv], which stays as it is.
+    q and k are not normalized yet. g: logarithm of the decay, fp32 [B, H] or [B, H, Ck], and beta:
+    share of the correction, fp32 [B, H]. state: fp32 [B, H, Ck, Cv], which stays as it is.
     """
     dtype = v.dtype
     q, k, v = _to_value_heads(q, k, v)
-    state = state * g.exp().unsqueeze(-1).unsqueeze(-1)
+    state = state * _of_channels(g, beta).exp().unsqueeze(-1)
     correction = (v - (k.unsqueeze(-1) * state).sum(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
     return (q.unsqueeze(-1) * state).sum(-2).to(dtype), state
@@ -70,7 +90,8 @@ def gated_delta_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Take in few tokens one by one -> out [B, Q, H, Cv], the state after each [B, Q, H, Ck, Cv].
 
-    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g, beta [B, Q, H]; else as `gated_delta_step`.
+    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g [B, Q, H] or [B, Q, H, Ck], beta [B, Q, H]; else as
+    `gated_delta_step`.
     """
     outs, states = [], []
     for token in range(q.shape[1]):
@@ -96,23 +117,21 @@ def chunk_in_torch(
 
     So U = solved_values - solved_keys S, where S appears in no system: all chunks are solved at
     once. The system is solved, not inverted by powers: for equal keys these grow to 1e18 and
-    cancel.
+    cancel. With a decay for each channel, exp(G_i - G_j) is a factor within the product of keys.
     """
     dtype, (B, Q, H, Cv), size = v.dtype, v.shape, min(CHUNK, q.shape[1])
     q, k, v = _to_value_heads(q, k, v)
     q, k, v, g, beta = (
-        _split_chunks(x, size) for x in (q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1))
+        _split_chunks(x, size) for x in (q, k, v, _of_channels(g, beta), beta.unsqueeze(-1))
     )
-    total = g.cumsum(-2)  # G, [chunks, B, H, size, 1]
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    decay = (total - total.mT).masked_fill(later, float("-inf")).exp()
-    system = beta * (k @ k.mT) * decay
+    total = g.cumsum(-2)  # G, [chunks, B, H, size, 1 or Ck]
+    products, scores = _decayed_products(k, q, total)
+    system = beta * products
     right = torch.cat((beta * v, beta * total.exp() * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     solved_values, solved_keys = solved.split((Cv, k.shape[-1]), dim=-1)
-    scores, q = (q @ k.mT) * decay, q * total.exp()
-    k = k * (total[..., -1:, :] - total).exp()
-    kept = total[..., -1:, :].exp()
+    q, k = q * total.exp(), k * (total[..., -1:, :] - total).exp()
+    kept = total[..., -1:, :].exp().mT
     outs = []
     for n in range(len(q)):
         correction = solved_values[n] - solved_keys[n] @ state
@@ -120,6 +139,31 @@ def chunk_in_torch(
         state = kept[n] * state + k[n].mT @ correction
     out = torch.stack(outs).permute(1, 0, 3, 2, 4).reshape(B, -1, H, Cv)
     return out[:, :Q].to(dtype).contiguous(), state
+
+
+def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k_i . k_j and q_i . k_j, decayed since token j <= i: [..., size, size]; 0 for later j.
+
+    k, q [..., size, Ck]; total [..., size, 1 or Ck]: the sum of g so far.
+    """
+    size = k.shape[-2]
+    if total.shape[-1] == 1:
+        later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+        decay = (total - total.mT).masked_fill(later, float("-inf")).exp()
+        return (k @ k.mT) * decay, (q @ k.mT) * decay
+    # Row by row: all decays at once are `size` times as large as k. They are no product of
+    # exp(G_i) and exp(-G_j), which overflows.
+    rows, both = [], torch.stack((k, q), dim=-1)
+    for i in range(size):
+        decay = (total[..., i : i + 1, :] - total[..., : i + 1, :]).exp()
+        row = (k[..., : i + 1, :] * decay) @ both[..., i, :, :]
+        rows.append(F.pad(row, (0, 0, 0, size - 1 - i)))
+    return torch.stack(rows, dim=-3).unbind(-1)
+
+
+def _of_channels(g: Tensor, beta: Tensor) -> Tensor:
+    """Return g with a last dimension of channels: one stands for all. beta: a number a head."""
+    return g if g.dim() > beta.dim() else g.unsqueeze(-1)
 
 
 def _to_value_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
