@@ -26,26 +26,29 @@ from ops.attention.delta_state import (
     DeltaSettings,
     DeltaWeights,
     Gates,
+    Memory,
     Pending,
     as_tile,
+    convolve,
     convolve_stored,
     count_accepted,
     count_real,
     decay_channels,
-    decay_inputs_at,
     find_gates,
-    find_pending_gates,
     fit_tiles,
     gate_factor,
+    keep_inputs,
     key_channels,
-    like_tile,
     load_gates,
-    load_own_gates,
+    load_past,
     load_taps,
     output_gate_at,
+    own_gates_at,
     pending_decays,
+    pending_gates_at,
     read_and_update,
     softplus,
+    sum_past,
     tile_places,
     with_even_rows,
 )
@@ -58,51 +61,11 @@ WHOLE_HEADS = 8  # most tokens of `_update_heads`
 
 
 @jit
-def _load_past(window, taps, channels, s: tl.constexpr):
-    """Return the last W - 1 inputs, and what they add to the convolution."""
-    W: tl.constexpr = s.width
-    inputs, total = (), 0.0
-    for n in tl.static_range(W - 1):
-        x = tl.load(window + n * s.channels + channels)
-        inputs = inputs + (x,)
-        total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
-    return inputs, total
-
-
-@jit
-def _sum_past(inputs, taps, s: tl.constexpr):
-    """Return what the last W - 1 inputs add to the convolution."""
-    W: tl.constexpr = s.width
-    total = 0.0
-    for n in tl.static_range(W - 1):
-        total += like_tile(inputs[n], taps[n], s).to(tl.float32) * taps[n]
-    return total
-
-
-@jit
-def _convolve(x, past, taps, s: tl.constexpr):
-    """Add the token's own inputs x, and apply SiLU -> fp32, rounded to the dtype of x."""
-    tap = taps[s.width - 1]
-    y = past + like_tile(x, tap, s).to(tl.float32) * tap
-    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
-
-
-@jit
-def _move_window(window, inputs, x, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs, of which x is the newest, in the channels at `window`."""
-    W: tl.constexpr = s.width
-    for n in tl.static_range(W - 2):
-        tl.store(window + n * s.channels, inputs[n + 1], mask=mask)
-    tl.store(window + (W - 2) * s.channels, x, mask=mask)
-
-
-@jit
 def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
     """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
-    CV: tl.constexpr = s.value_dim
     out = out.to(DTYPE).to(tl.float32)
     square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
-    return out * (tl.rsqrt(square / CV + s.eps) * gate)
+    return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
 
 @jit
@@ -113,9 +76,8 @@ def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
     """
     qkvz += token * s.row
     gate = as_tile(tl.load(output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
-    own = found[0] + token * s.ba_row
-    b = tl.load(own).to(tl.float32)
-    a = tl.load(decay_inputs_at(own, found, token, s)).to(tl.float32)
+    b, a = own_gates_at(found, token, s)
+    b, a = tl.load(b).to(tl.float32), tl.load(a).to(tl.float32)
     return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
 
 
@@ -136,8 +98,8 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         new_keys, new_values, gate, b, a = loaded
         later = tl.minimum(token + 1, tokens - 1)
         loaded = _load_own(qkvz, found, keys, values, later, s)
-        qk = _convolve(new_keys, _sum_past(key_past, taps[0], s), taps[0], s)
-        v = _convolve(new_values, _sum_past(value_past, taps[1], s), taps[1], s)
+        qk = convolve(new_keys, sum_past(key_past, taps[0], 0.0, s), taps[0], s)
+        v = convolve(new_values, sum_past(value_past, taps[1], 0.0, s), taps[1], s)
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
@@ -147,17 +109,6 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
-
-
-@jit
-def _keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs, then those of the call's tokens, as the pending ones."""
-    W: tl.constexpr = s.width
-    for n in tl.static_range(W - 1):
-        tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
-    for token in range(tokens):
-        x = tl.load(own + token * s.row + channels)
-        tl.store(window + (W - 1 + token) * s.channels + channels, x, mask=mask)
 
 
 # Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
@@ -181,26 +132,14 @@ def _keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
 #   it is relaxed: a release waits for the state too, an acquire empties L1.
 # - The last program sets the counter to 0, also without a token, for the next token's kernel.
 @jit
-def _update_heads(
-    qkvz,
-    gates,
-    state,
-    pending,
-    weights,
-    position,
-    last,
-    arrivals,
-    y,
-    tokens,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL: tl.constexpr):
     H: tl.constexpr = s.heads
     CV: tl.constexpr = s.value_dim
     SHARING: tl.constexpr = s.heads // s.key_heads
+    state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(pending.first + sequence * H + head)
-    place, real = tl.load(position + sequence * tokens), count_real(last, sequence, tokens)
+    place, real = tl.load(positions + sequence * tokens), count_real(last, sequence, tokens)
     exists, moves_keys = real > 0, True
     rows, columns = tile_places(s.key_dim, s)
     state += (sequence * H + head) * s.key_dim * CV + rows * CV + columns
@@ -222,16 +161,18 @@ def _update_heads(
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        kept = find_pending_gates(pending, sequence, token, head, s)
-        decay, share = load_gates(kept, kept, pending_decays(head, s), rate, bias)
+        kept = pending_gates_at(pending, sequence, token, head, s)
+        decay, share = load_gates((kept, kept + pending_decays(head, s)), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, tl.reshape(old, state.shape))
     newest = window + accepted * s.channels
-    key_inputs, key_past = _load_past(newest, key_taps, keys, s)
-    value_inputs, value_past = _load_past(newest, value_taps, values, s)
+    key_inputs = load_past(newest, keys, s)
+    key_past = sum_past(key_inputs, key_taps, 0.0, s)
+    value_inputs = load_past(newest, values, s)
+    value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
     if SHARING > 1:
         # 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
@@ -248,9 +189,9 @@ def _update_heads(
     if s.is_one:
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
         gate = as_tile(tl.load(output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
-        decay, share = load_own_gates(found, 0, rate, bias, s)
-        qk = _convolve(new_keys, key_past, key_taps, s)
-        v = _convolve(new_values, value_past, value_taps, s)
+        decay, share = load_gates(own_gates_at(found, 0, s), rate, bias)
+        qk = convolve(new_keys, key_past, key_taps, s)
+        v = convolve(new_values, value_past, value_taps, s)
         gate = gate_factor(tl.sigmoid(gate) * weight, gate, s)
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
@@ -260,9 +201,10 @@ def _update_heads(
         if exists:
             if first > 0:
                 tl.store(pending.first + sequence * H + head, 0)
-            _move_window(window + values, value_inputs, new_values, is_first, s)
+            moved = value_inputs[1:] + (new_values,)
+            keep_inputs(window, moved, None, values, tokens, is_first, s)
             if moves_keys:
-                _move_window(window + keys, key_inputs, new_keys, None, s)
+                keep_inputs(window, key_inputs[1:] + (new_keys,), None, keys, tokens, None, s)
     else:
         past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
         places = keys, values, is_first
@@ -271,14 +213,13 @@ def _update_heads(
         if exists:
             tl.store(pending.first + sequence * H + head, place + 1)
             for token in range(tokens):
-                kept = find_pending_gates(pending, sequence, token, head, s)
-                source = found[0] + token * s.ba_row
-                tl.store(kept, tl.load(source))
-                source = decay_inputs_at(source, found, token, s)
-                tl.store(kept + pending_decays(head, s), tl.load(source))
-            _keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
+                kept = pending_gates_at(pending, sequence, token, head, s)
+                tl.store(kept, tl.load(found[0] + token * s.ba_row))
+                _, a = own_gates_at(found, token, s)
+                tl.store(kept + pending_decays(head, s), tl.load(a))
+            keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
             if moves_keys:
-                _keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
+                keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
 
@@ -334,13 +275,13 @@ def delta_tokens(
     own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
     rows, is_whole = (qkvz.stride(1), own.ba.stride(1)), T <= WHOLE_HEADS
     s = DeltaSettings(key_heads, H, CK, CV, W, eps, T == 1, M, *rows, is_whole, of_channels)
-    memory = state, Pending(*pending), DeltaWeights(*weights), positions, last
+    memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
     y = qkvz.new_empty(B, T, H * CV)
     if is_whole:
-        tensors = qkvz, own, *memory, arrivals, y
+        tensors = qkvz, own, memory, arrivals, y
         launch(_update_heads, (H, B), *tensors, T, settings=s, warps=s.warps)
     else:
-        launch_several(qkvz, own, *memory, y, s)
+        launch_several(qkvz, own, memory, y, s)
     return y
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ops.attention.delta import kernels_support
 from ops.attention.delta_many import launch_several
 from ops.attention.delta_prompt import gated_delta_chunk
-from ops.attention.delta_state import DeltaSettings, DeltaWeights, Pending
+from ops.attention.delta_state import DeltaSettings, DeltaWeights, Memory, Pending
 from ops.inductor import custom_op
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
@@ -33,8 +33,8 @@ def take_in_pending(
     if kernels_support(state):
         of_channels = len(weights[2]) > H
         s = DeltaSettings(key_heads, H, CK, CV, W, 0.0, False, M, 0, 0, channel_decay=of_channels)
-        own = Pending(*pending, row)
-        launch_several(None, None, state, own, DeltaWeights(*weights), position, last, None, s)
+        own = Pending(*pending, row), DeltaWeights(*weights)
+        launch_several(None, None, Memory(state, *own, position, last), None, s)
         return
 
     def advance(x: Tensor, ba: Tensor, kept: Tensor, old: Tensor) -> Tensor:
@@ -46,8 +46,3 @@ def take_in_pending(
         return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
 
     take_in_plain(state, pending, W, position, last, row, advance)
-
-
-@take_in_pending.register_fake
-def _(*_) -> None:
-    return None

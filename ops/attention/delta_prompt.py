@@ -146,7 +146,6 @@ def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.cons
 def _solve_chunk(
     q, k, v, g, beta, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
 ):
-    H: tl.constexpr = s.heads
     SHARING: tl.constexpr = s.heads // s.key_heads
     CK: tl.constexpr = s.key_dim
     CV: tl.constexpr = s.value_dim
@@ -156,14 +155,14 @@ def _solve_chunk(
     chunks, i = tl.num_programs(0), tl.arange(0, T)
     rows = chunk * T + i
     is_real, row, column = rows < Q, i[:, None], i[None, :]
-    gates = (sequence * Q + rows) * H + head
+    gates = (sequence * Q + rows) * s.heads + head
     g = tl.load(g + gates, mask=is_real, other=0.0)
     beta = tl.load(beta + gates, mask=is_real, other=0.0)
     total = tl.cumsum(g, 0)
     between = total[:, None] - total[None, :]
     decay = tl.exp(tl.where(row >= column, between, float("-inf")))
     key = sequence * QK_BATCH + (head // SHARING) * CK
-    place = ((sequence * H + head) * chunks + chunk) * T + row
+    place = ((sequence * s.heads + head) * chunks + chunk) * T + row
     queries, q_scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
     tokens, k_scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
     decay *= k_scale[None, :]
@@ -189,7 +188,6 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
     CV: tl.constexpr = s.value_dim
     T: tl.constexpr = s.rows
     COLUMNS: tl.constexpr = s.columns
-    PRECISION: tl.constexpr = s.precision
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
@@ -206,11 +204,11 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
         is_real = rows < Q
         gates = tl.load(g + (sequence * Q + rows) * H + head, mask=is_real, other=0.0)
         total, whole = tl.cumsum(gates, 0), tl.sum(gates, 0)
-        correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=PRECISION)
+        correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         queries, scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
-        y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), PRECISION)
+        y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
         y *= (scale * tl.exp(total) * CK**-0.5)[:, None]
-        y = tl.dot(tl.load(scores), correction, y, input_precision=PRECISION)
+        y = tl.dot(tl.load(scores), correction, y, input_precision=s.precision)
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
         written, scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
@@ -302,14 +300,12 @@ def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arg
 def _convolve_prompt(x, window, weight, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
     N: tl.constexpr = s.channels
     W: tl.constexpr = s.width
-    TOKENS: tl.constexpr = s.rows
-    CHANNELS: tl.constexpr = s.columns
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)[None, :]
+    token = tl.program_id(1) * s.rows + tl.arange(0, s.rows)[:, None]
     sequence, exists = tl.program_id(2).to(tl.int64), (channel < N) & (token < Q)
     x += sequence * X_BATCH + channel
     window += sequence * (W - 1) * N + channel
-    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    total = tl.zeros([s.rows, s.columns], tl.float32)
     for n in tl.static_range(W):
         source = token + n - (W - 1)
         given = tl.load(x + source * X_TOKEN, mask=exists & (source >= 0), other=0.0)
@@ -340,13 +336,11 @@ def launch_convolution(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
 # Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads.
 @jit
 def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
-    H: tl.constexpr = s.heads
     CV: tl.constexpr = s.value_dim
-    ROWS: tl.constexpr = s.rows
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)[:, None]
     c, exists = tl.arange(0, CV)[None, :], row < COUNT
     numbers = tl.load(x + row * CV + c, mask=exists, other=0.0).to(tl.float32)
-    gate += row // H * GATE_TOKEN + row % H * CV + c
+    gate += row // s.heads * GATE_TOKEN + row % s.heads * CV + c
     gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
     numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + s.eps)
     factor = tl.load(weight + c).to(tl.float32)
@@ -382,13 +376,11 @@ def launch_norm_heads(
 # Grid [COUNT / rows]: a program has some of the COUNT = B Q H numbers of g and of beta.
 @jit
 def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, s: tl.constexpr):
-    H: tl.constexpr = s.heads
-    ROWS: tl.constexpr = s.rows
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists, head = at < COUNT, at % H
-    ba += at // H * TOKEN + head
+    at = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)
+    exists, head = at < COUNT, at % s.heads
+    ba += at // s.heads * TOKEN + head
     tl.store(beta + at, tl.sigmoid(tl.load(ba, mask=exists, other=0.0).to(tl.float32)), mask=exists)
-    a = tl.load(ba + H, mask=exists, other=0.0).to(tl.float32)
+    a = tl.load(ba + s.heads, mask=exists, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     a = softplus(a + tl.load(dt_bias + head).to(tl.float32))
     tl.store(g + at, -rate * a, mask=exists)

@@ -37,9 +37,22 @@ class Pending(NamedTuple):
     """
 
     inputs: Tensor  # [B, W - 1 + M, N]: the state's last inputs, then those of the pending tokens
-    ba: Tensor  # [B, M, 2 H or H + H Ck], b and a of the pending tokens
+    gates: Tensor  # [B, M, 2 H or H + H Ck], b and a of the pending tokens; Mamba-2: dt [B, M, H]
     first: Tensor  # int64 [B, H]: 1 + the first pending token's position, 0 for none; equal
     row: Tensor | None = None  # int64 [B]: the rows of a call's sequences; None: the first
+
+
+class Memory(NamedTuple):
+    """What a layer remembers, its weights, and where a call's tokens are.
+
+    With PDL kernels read all of it before they wait for the projections.
+    """
+
+    state: Tensor
+    pending: Pending
+    weights: NamedTuple
+    positions: Tensor  # int64 [B, T]
+    last: Tensor | None  # int64 [B]
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class DeltaSettings:
 
     @property
     def gates(self) -> int:
-        """Numbers of a token in `Pending.ba`."""
+        """Numbers of a token in `Pending.gates`."""
         return self.heads * (1 + (self.key_dim if self.channel_decay else 1))
 
     @property
@@ -115,9 +128,9 @@ class DeltaSettings:
         return triton.next_power_of_2(self.heads)
 
 
-def fit_tiles(*sizes: int) -> bool:
+def fit_tiles(*sizes: int, most: int = 128) -> bool:
     """Whether the kernels have tiles for heads of these sizes."""
-    return triton is not None and all(16 <= C <= 128 and C & C - 1 == 0 for C in sizes)
+    return triton is not None and all(16 <= C <= most and C & C - 1 == 0 for C in sizes)
 
 
 def with_even_rows(x: Tensor) -> Tensor:
@@ -141,21 +154,18 @@ def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
 
     n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns.
     """
-    BLOCKS: tl.constexpr = s.blocks
     LANE_ROWS: tl.constexpr = s.lane_rows
-    part = tl.arange(0, ROWS * BLOCKS)[:, None]
-    rows = part // (BLOCKS * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    part = tl.arange(0, ROWS * s.blocks)[:, None]
+    rows = part // (s.blocks * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
     columns = tl.arange(0, s.warp_columns)[None, :]
-    return rows, part // LANE_ROWS % BLOCKS * s.warp_columns + columns
+    return rows, part // LANE_ROWS % s.blocks * s.warp_columns + columns
 
 
 @jit
 def as_tile(x, s: tl.constexpr):
     """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
-    BLOCKS: tl.constexpr = s.blocks
-    LANE_ROWS: tl.constexpr = s.lane_rows
-    ROWS: tl.constexpr = x.shape[0] // (BLOCKS * LANE_ROWS)
-    return tl.reshape(x, [ROWS, BLOCKS, LANE_ROWS, x.shape[1]])
+    ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
+    return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
 
 
 @jit
@@ -170,11 +180,10 @@ def like_tile(x, tile, s: tl.constexpr):
 @jit
 def key_channels(head, s: tl.constexpr):
     """Return the channels of a value head's q, then of its k, `copies` times [copies 2 Ck]."""
-    CK: tl.constexpr = s.key_dim
     SHARING: tl.constexpr = s.heads // s.key_heads
     NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
     qk = tl.arange(0, NUMBERS)
-    return (head // SHARING + s.key_heads * (qk // CK % 2)) * CK + qk % CK
+    return (head // SHARING + s.key_heads * (qk // s.key_dim % 2)) * s.key_dim + qk % s.key_dim
 
 
 @jit
@@ -194,17 +203,15 @@ def _add_five(a, b, c, d, e, f, g, h, i, j):
 @jit
 def _channel_pair(x, s: tl.constexpr):
     """x [copies 2 Ck] as of `key_channels` -> its two numbers for each channel, [Ck] each."""
-    CK: tl.constexpr = s.key_dim
     if s.copies == 2:
-        x, _ = tl.split(tl.trans(tl.reshape(x, [2, 2 * CK])))
-    return tl.split(tl.trans(tl.reshape(x, [2, CK])))
+        x, _ = tl.split(tl.trans(tl.reshape(x, [2, 2 * s.key_dim])))
+    return tl.split(tl.trans(tl.reshape(x, [2, s.key_dim])))
 
 
 @jit
 def _like_state(x, old, s: tl.constexpr):
     """A number for each channel of a key [Ck] -> for all numbers of the state."""
-    LANE_ROWS: tl.constexpr = s.lane_rows
-    shape: tl.constexpr = [s.key_dim // LANE_ROWS, 1, LANE_ROWS, 1]
+    shape: tl.constexpr = [s.key_dim // s.lane_rows, 1, s.lane_rows, 1]
     return tl.broadcast_to(tl.reshape(x, shape), old.shape)
 
 
@@ -221,7 +228,6 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 
     decay: of the head; or, as q and k, twice that of each channel, which the state takes at once.
     """
-    CK: tl.constexpr = s.key_dim
     q, k = _channel_pair(qk, s)
     q, k = _like_state(q, old, s), _like_state(k, old, s)
     if s.channel_decay:
@@ -230,7 +236,7 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     sums = (k * old, q * old, q * q, k * k, q * k)
     sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
     k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
-    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * CK**-0.5, tl.rsqrt(kk + 1e-6)
+    q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
 
@@ -255,21 +261,67 @@ def count_accepted(first, place, real, s: tl.constexpr):
 
 
 @jit
+def memory_row(pending, sequence):
+    """Return the row of the memory that a sequence has."""
+    if pending.row is not None:
+        return tl.load(pending.row + sequence)
+    else:
+        return sequence
+
+
+@jit
 def load_taps(weight, channels, s: tl.constexpr):
     """Return the convolution's W taps of channels, fp32."""
-    W: tl.constexpr = s.width
     taps = ()
-    for n in tl.static_range(W):
-        taps = taps + (tl.load(weight + channels * W + n).to(tl.float32),)
+    for n in tl.static_range(s.width):
+        taps = taps + (tl.load(weight + channels * s.width + n).to(tl.float32),)
     return taps
+
+
+@jit
+def load_past(window, channels, s: tl.constexpr):
+    """Return the W - 1 inputs of channels from `window` on."""
+    inputs = ()
+    for n in tl.static_range(s.width - 1):
+        inputs = inputs + (tl.load(window + n * s.channels + channels),)
+    return inputs
+
+
+@jit
+def sum_past(inputs, taps, total, s: tl.constexpr):
+    """Add to a sum what the last W - 1 inputs add to the convolution."""
+    for n in tl.static_range(s.width - 1):
+        total += like_tile(inputs[n], taps[n], s).to(tl.float32) * taps[n]
+    return total
+
+
+@jit
+def convolve(x, past, taps, s: tl.constexpr):
+    """Add the token's own inputs x, and apply SiLU -> fp32, rounded to the dtype of x."""
+    tap = taps[s.width - 1]
+    y = past + like_tile(x, tap, s).to(tl.float32) * tap
+    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@jit
+def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
+    """Store the last W - 1 inputs of channels, then those of several tokens, which are pending.
+
+    own: the first token's inputs; None: there are no tokens.
+    """
+    for n in tl.static_range(s.width - 1):
+        tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
+    if not s.is_one and own is not None:
+        for token in range(tokens):
+            x = tl.load(own + token * s.row + channels)
+            tl.store(window + (s.width - 1 + token) * s.channels + channels, x, mask=mask)
 
 
 @jit
 def convolve_stored(inputs, taps, s: tl.constexpr):
     """Convolve the W inputs from `inputs` on, N apart; apply SiLU -> fp32, rounded as inputs."""
-    W: tl.constexpr = s.width
     total = 0.0
-    for n in tl.static_range(W):
+    for n in tl.static_range(s.width):
         x = tl.load(inputs + n * s.channels)
         total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
     return (total * tl.sigmoid(total)).to(inputs.dtype.element_ty).to(tl.float32)
@@ -300,12 +352,13 @@ def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
 
 
 @jit
-def decay_inputs_at(b, found, token, s: tl.constexpr):
-    """Return where a token has a. b: where it has b. found: as of `find_gates`."""
+def own_gates_at(found, token, s: tl.constexpr):
+    """Return where a token of the call has b, and a. found: as of `find_gates`."""
+    b = found[0] + token * s.ba_row
     if s.channel_decay:
-        return found[1] + token * s.decays
+        return b, found[1] + token * s.decays
     else:
-        return b + s.heads
+        return b, b + s.heads
 
 
 @jit
@@ -318,9 +371,9 @@ def output_gate_at(qkvz, found, token, s: tl.constexpr):
 
 
 @jit
-def find_pending_gates(pending, row, token, head, s: tl.constexpr):
-    """Return where a pending token has b of a head."""
-    return pending.ba + (row * s.most + token) * s.gates + head
+def pending_gates_at(pending, row, token, head, s: tl.constexpr):
+    """Return where a pending token has b of a head. Its a is `pending_decays` further."""
+    return pending.gates + (row * s.most + token) * s.gates + head
 
 
 @jit
@@ -342,14 +395,7 @@ def gate_factor(x, gate, s: tl.constexpr):
 
 
 @jit
-def load_gates(b, a, begin, rate, bias):
-    """Return a token's decay and share. b, a + begin: where a head's inputs of these are."""
-    b, a = tl.load(b).to(tl.float32), tl.load(a + begin).to(tl.float32)
+def load_gates(at, rate, bias):
+    """Return a token's decay and share. at: where its b and a are."""
+    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
     return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
-
-
-@jit
-def load_own_gates(found, token, rate, bias, s: tl.constexpr):
-    """Return a token's decay and share. found: as of `find_gates`."""
-    b = found[0] + token * s.ba_row
-    return load_gates(b, decay_inputs_at(b, found, token, s), 0, rate, bias)

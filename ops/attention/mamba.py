@@ -20,10 +20,18 @@ import torch
 from torch import Tensor
 
 from ops.attention.delta_state import (
+    Memory,
+    Pending,
+    convolve,
     count_accepted,
     count_real,
+    fit_tiles,
+    keep_inputs,
+    load_past,
     load_taps,
+    memory_row,
     softplus,
+    sum_past,
     with_even_rows,
 )
 from ops.inductor import custom_op
@@ -45,15 +53,6 @@ class MambaWeights(NamedTuple):
     dt_bias: Tensor  # [H]
     skip: Tensor  # D [H]
     norm: Tensor  # [H P]
-
-
-class PendingTokens(NamedTuple):
-    """What a sequence's state has not taken in, as `delta_state.Pending`."""
-
-    inputs: Tensor  # [B, W - 1 + M, C]: the state's last inputs, then those of the pending tokens
-    dt: Tensor  # [B, M, H], what gives the pending tokens' step sizes
-    first: Tensor  # int64 [B, H]: 1 + the first pending token's position, 0 for none; equal
-    row: Tensor | None = None  # int64 [B]: the rows of a call's sequences; None: the first
 
 
 class Scratch(NamedTuple):
@@ -114,28 +113,6 @@ class MambaSettings:
 
 
 @jit
-def _load_past(window, channels, s: tl.constexpr):
-    """Return the W - 1 inputs from `window` on, for some tuples of channels."""
-    past = ()
-    for i in tl.static_range(len(channels)):
-        inputs = ()
-        for n in tl.static_range(s.width - 1):
-            inputs = inputs + (tl.load(window + n * s.channels + channels[i]),)
-        past = past + (inputs,)
-    return past
-
-
-@jit
-def _convolve(past, x, taps, bias, s: tl.constexpr):
-    """Convolve x and the W - 1 inputs before it, and apply SiLU -> fp32, rounded as x."""
-    total = bias
-    for n in tl.static_range(s.width - 1):
-        total += past[n].to(tl.float32) * taps[n]
-    total += x.to(tl.float32) * taps[s.width - 1]
-    return (total * tl.sigmoid(total)).to(x.dtype).to(tl.float32)
-
-
-@jit
 def _decay_and_add(old, x, b, step, rate):
     """Return the state after a token."""
     return old * tl.exp(-rate * step) + (x * step)[:, None] * b[None, :]
@@ -160,38 +137,19 @@ def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
     own, dt, read = token
     taps, biases = convolution
     number, rate, bias, skip = head
-    new = ()
+    new, convolved = (), ()
     for i in tl.static_range(3):
         new = new + (tl.load(own + channels[i]),)
     gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
     step = softplus(tl.load(dt + number).to(tl.float32) + bias)
-    x = _convolve(past[0], new[0], taps[0], biases[0], s)
-    b = _convolve(past[1], new[1], taps[1], biases[1], s)
-    c = _convolve(past[2], new[2], taps[2], biases[2], s)
+    for i in tl.static_range(3):
+        total = sum_past(past[i], taps[i], biases[i], s)
+        convolved = convolved + (convolve(new[i], total, taps[i], s),)
+    x, b, c = convolved
     old = _decay_and_add(old, x, b, step, rate)
     out = tl.sum(old * c[None, :], 1) + skip * x
     tl.store(read + channels[0], out * gate * tl.sigmoid(gate))
     return old, new
-
-
-@jit
-def _keep(window, past, new, own, channels, tokens, s: tl.constexpr):
-    """Store the inputs of some channels that the next call needs.
-
-    One token: `past` and `new`, without the oldest. Several: `past`, then the tokens' inputs, which
-    are pending. own: the first token's inputs; None: there are no tokens.
-    """
-    if s.is_one:
-        for n in tl.static_range(s.width - 2):
-            tl.store(window + n * s.channels + channels, past[n + 1])
-        tl.store(window + (s.width - 2) * s.channels + channels, new)
-    else:
-        for n in tl.static_range(s.width - 1):
-            tl.store(window + n * s.channels + channels, past[n])
-        if own is not None:
-            for token in range(tokens):
-                x = tl.load(own + token * s.row + channels)
-                tl.store(window + (s.width - 1 + token) * s.channels + channels, x)
 
 
 @jit
@@ -205,7 +163,7 @@ def _keep_first(pending, dt, row, group, place, tokens, s: tl.constexpr):
             begin = place + 1
             for token in range(tokens):
                 number = tl.load(dt + token * s.dt_row + heads, mask=exists)
-                stored = pending.dt + (row * s.most + token) * s.heads
+                stored = pending.gates + (row * s.most + token) * s.heads
                 tl.store(stored + heads, number, mask=exists)
     tl.store(pending.first + row * s.heads + heads, begin + 0 * heads, mask=exists)
 
@@ -242,34 +200,19 @@ def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
 #   thread's addition follows that. It releases the stores, and acquires those of the others.
 # - The state is stored after the addition, which would otherwise wait for it.
 @jit
-def _update_heads_of_groups(
-    zx,
-    dt,
-    state,
-    pending,
-    weights,
-    position,
-    last,
-    scratch,
-    y,
-    tokens,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    H: tl.constexpr = s.heads
+def _update_heads_of_groups(zx, dt, memory, scratch, y, tokens, s: tl.constexpr, PDL: tl.constexpr):
     N: tl.constexpr = s.state
     INNER: tl.constexpr = s.inner
+    state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0) // s.blocks, tl.program_id(1).to(tl.int64)
-    group, row = head // s.sharing, sequence
-    if pending.row is not None:
-        row = tl.load(pending.row + sequence)
+    group, row = head // s.sharing, memory_row(pending, sequence)
     most_tokens = tl.maximum(tokens, 1)
     real = count_real(last, sequence, most_tokens)
-    place = tl.load(position + sequence * most_tokens)
-    first = tl.load(pending.first + row * H + head)
+    place = tl.load(positions + sequence * most_tokens)
+    first = tl.load(pending.first + row * s.heads + head)
     p = tl.program_id(0) % s.blocks * s.rows + tl.arange(0, s.rows)
     n = tl.arange(0, N)
-    state += ((row * H + head) * s.head_dim + p[:, None]) * N + n[None, :]
+    state += ((row * s.heads + head) * s.head_dim + p[:, None]) * N + n[None, :]
     old = tl.load(state)
     xs, bs = head * s.head_dim + p, INNER + group * N + n
     channels, taps, biases = (xs, bs, bs + s.groups * N), (), ()
@@ -285,26 +228,30 @@ def _update_heads_of_groups(
         at, taken = window + token * s.channels, ()
         newest = at + (s.width - 1) * s.channels
         for i in tl.static_range(2):
-            past, x = _load_past(at, (channels[i],), s), tl.load(newest + channels[i])
-            taken = taken + (_convolve(past[0], x, taps[i], biases[i], s),)
-        step = tl.load(pending.dt + (row * s.most + token) * H + head).to(tl.float32)
+            past, x = load_past(at, channels[i], s), tl.load(newest + channels[i])
+            total = sum_past(past, taps[i], biases[i], s)
+            taken = taken + (convolve(x, total, taps[i], s),)
+        step = tl.load(pending.gates + (row * s.most + token) * s.heads + head).to(tl.float32)
         old = _decay_and_add(old, taken[0], taken[1], softplus(step + bias), rate)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, old)
-    past = _load_past(window + accepted * s.channels, channels, s)
+    kept = ()
+    for i in tl.static_range(3):
+        kept = kept + (load_past(window + accepted * s.channels, channels[i], s),)
     await_previous(PDL)
     read, own, own_dt = scratch.read, zx, dt
     if zx is not None:
         read += sequence * tokens * INNER
         own += sequence * tokens * s.row + INNER  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
-    convolution, of_head, new = (taps, biases), (head, rate, bias, skip), past
+    convolution, of_head = (taps, biases), (head, rate, bias, skip)
     if s.is_one:
         at = own, own_dt, read
-        old, new = _take_token(at, old, past, channels, convolution, of_head, s)
+        old, inputs = _take_token(at, old, kept, channels, convolution, of_head, s)
+        kept = _move(kept, inputs)
     elif zx is not None:
-        later = past
+        later = kept
         for token in range(real):
             at = own + token * s.row, own_dt + token * s.dt_row, read + token * INNER
             old, inputs = _take_token(at, old, later, channels, convolution, of_head, s)
@@ -316,14 +263,14 @@ def _update_heads_of_groups(
     if real > 0:
         if s.is_one:
             tl.store(state, old)
-        _keep(window, past[0], new[0], own, xs, tokens, s)
+        keep_inputs(window, kept[0], own, xs, tokens, None, s)
     if is_last:
         if zx is not None:
             y += sequence * tokens * INNER
             _norm_group(read, weights.norm, y, group, real, tokens, s)
         if real > 0:
             for i in tl.static_range(1, 3):
-                _keep(window, past[i], new[i], own, channels[i], tokens, s)
+                keep_inputs(window, kept[i], own, channels[i], tokens, None, s)
             _keep_first(pending, own_dt, row, group, place, tokens, s)
         tl.store(arrivals, 0)
 
@@ -350,7 +297,7 @@ def mamba_tokens(
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, P, N] takes in the pending tokens before them, in place, and one
-    token, too. Several tokens become the pending ones, T <= M. pending: a `PendingTokens`. With PDL
+    token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. With PDL
     the kernel reads all but zx and dt while the previous kernel runs, which must not write them.
 
     arrivals int32 [B, G]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
@@ -372,9 +319,8 @@ def mamba_tokens(
     s = MambaSettings(H, P, groups, N, W, eps, T == 1, M, *rows)
     y = zx.new_empty(B, T, H * P)
     scratch = Scratch(arrivals, torch.empty_like(y, dtype=torch.float32))
-    memory = state, PendingTokens(*pending), MambaWeights(*weights), positions, last
-    grid = H * s.blocks, B
-    tensors = zx, dt, *memory, scratch, y
+    memory = Memory(state, Pending(*pending), MambaWeights(*weights), positions, last)
+    tensors, grid = (zx, dt, memory, scratch, y), (H * s.blocks, B)
     launch(_update_heads_of_groups, grid, *tensors, T, settings=s, warps=WARPS)
     return y
 
@@ -387,10 +333,7 @@ def _(zx: Tensor, dt: Tensor, state: Tensor, *rest) -> Tensor:
 
 def kernels_support(state: Tensor) -> bool:
     """Whether the kernel runs on the GPU of state [B, H, P, N], with sizes that fit its tiles."""
-    fits = triton is not None and all(
-        16 <= size <= 256 and size & size - 1 == 0 for size in state.shape[2:]
-    )
-    return fits and can_launch(state, "_update_heads_of_groups")
+    return fit_tiles(*state.shape[2:], most=256) and can_launch(state, "_update_heads_of_groups")
 
 
 # Pending tokens before a call that takes in none: prompts, and the plain form.
@@ -414,9 +357,9 @@ def take_in_pending(
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
         s = MambaSettings(H, P, groups, N, W, 0.0, False, M, 0, 0)
-        memory = state, PendingTokens(*pending, row), w, position.contiguous(), last
+        memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         grid, scratch = (H * s.blocks, len(position)), Scratch(arrivals, None)
-        tensors = None, None, *memory, scratch, None
+        tensors = None, None, memory, scratch, None
         launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
         return
 
@@ -428,8 +371,3 @@ def take_in_pending(
         return ssm_chunk(x.unflatten(-1, (H, P)), b, c, steps, g, w.skip, old)[1]
 
     take_in_plain(state, pending, W, position, last, row, advance)
-
-
-@take_in_pending.register_fake
-def _(*_) -> None:
-    return None

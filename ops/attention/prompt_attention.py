@@ -43,13 +43,11 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 
     row: positions of the queries q [M, C]. MASKED: some query does not see some of the keys.
     """
-    C: tl.constexpr = s.head_dim
-    N: tl.constexpr = s.positions
     sums, largest, total = state
     k, v, stride = kv
-    c = tl.arange(0, C)
-    for start in range(begin, end, N):
-        key = start + tl.arange(0, N)
+    c = tl.arange(0, s.head_dim)
+    for start in range(begin, end, s.positions):
+        key = start + tl.arange(0, s.positions)
         inside = (key < end)[:, None] if MASKED else None
         place = key[:, None].to(tl.int64) * stride + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0 if MASKED else None)
@@ -76,22 +74,20 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 # Grid [Q / M, H]: the last queries, which see most keys, are first.
 @jit
 def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
-    C: tl.constexpr = s.head_dim
-    H: tl.constexpr = s.heads
     M: tl.constexpr = s.queries
     N: tl.constexpr = s.positions
     first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
-    query, c = first + tl.arange(0, M), tl.arange(0, C)
+    query, c = first + tl.arange(0, M), tl.arange(0, s.head_dim)
     row = S - Q + query
-    place = (query[:, None].to(tl.int64) * H + head) * C + c[None, :]
+    place = (query[:, None].to(tl.int64) * s.heads + head) * s.head_dim + c[None, :]
     own = tl.load(q + place, mask=(query < Q)[:, None], other=0.0)
-    at = (head // (H // s.kv_heads)).to(tl.int64) * k_stride
+    at = (head // (s.heads // s.kv_heads)).to(tl.int64) * k_stride
     kv = (k + at, v + at, stride)
     largest, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * s.log2_e
         largest, total = tl.zeros([M], tl.float32) + sink, total + 1.0
-    state = (tl.zeros([M, C], tl.float32), largest, total)
+    state = (tl.zeros([M, s.head_dim], tl.float32), largest, total)
     before, end = S - Q + first, tl.minimum(S, S - Q + first + M)
     if s.window is None:
         diagonal = before // N * N  # all queries see the keys before

@@ -55,31 +55,26 @@ def _find_rows(tile, group_ends, s: tl.constexpr):
     expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
     one tile an expert has no rows.
     """
-    E: tl.constexpr = s.E
-    BM: tl.constexpr = s.tile.rows
     experts = tl.arange(0, s.experts_pow2)
-    ends = tl.load(group_ends + experts, mask=experts < E, other=0)
-    before = (ends // BM + experts < tile) & (experts < E)
+    ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
+    before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
     expert = tl.sum(before.to(tl.int32))
     start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(group_ends + expert, mask=expert < E, other=0)
-    return expert, start + (tile - start // BM - expert) * BM, end
+    end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
+    return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
 
 
 @jit
 def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
     """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
-    FIELDS: tl.constexpr = s.fields
-    IN: tl.constexpr = s.width
-    BK: tl.constexpr = s.tile.numbers
     x, rows, present, unit = x_tile
     # One product per field: a tensor core reads the registers of its operand until the kernel
     # waits for it, and the compiler waits before it decodes the next field. It cut a single product
     # of all fields into several, and Triton 3.6 wrote to registers that were still being read.
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(s.fields):
         k = number_of_field(unit, field, s)
-        inside = present & (k < IN) if IN % BK else present
-        a = tl.load(x + rows * IN + k, mask=inside, other=0.0)
+        inside = present & (k < s.width) if s.width % s.tile.numbers else present
+        a = tl.load(x + rows * s.width + k, mask=inside, other=0.0)
         b = weight_field(numbers, field, s, x.dtype.element_ty)
         sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
     return sums
@@ -89,9 +84,8 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
 def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
     """Add the product of x with plain weights to the sums [BM, BN]."""
     IN: tl.constexpr = s.width
-    BK: tl.constexpr = s.tile.numbers
     x, rows, present, k = x_tile
-    x_inside = present & (k < IN) if IN % BK else present
+    x_inside = present & (k < IN) if IN % s.tile.numbers else present
     a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
     b = tl.load(weight + weight_rows * IN + k, mask=inside)
     return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
@@ -104,8 +98,7 @@ def _find_outputs(block, columns, s: tl.constexpr):
     Results are [BN], or of gate and up [BN / 2]. Of these each 8 rows of gates precede their 8 rows
     of ups: a lane has the sums of both, since a tensor core's result has rows 8 apart in a lane.
     """
-    BN: tl.constexpr = s.tile.outputs
-    n = tl.arange(0, BN)
+    n = tl.arange(0, s.tile.outputs)
     result, shift = n, 0
     if s.gated:
         result, shift = n // 16 * 8 + n % 8, n // 8 % 2 * s.results
@@ -118,15 +111,14 @@ def _find_outputs(block, columns, s: tl.constexpr):
 @jit
 def _activate_tile(sums, s: tl.constexpr):
     """Return the activation of the sums [BM, BN], of which `_find_outputs` gives the order."""
-    KIND: tl.constexpr = s.activation.kind
     if s.gated:
         BM: tl.constexpr = sums.shape[0]
         both = tl.reshape(sums, [BM, s.tile.outputs // 16, 2, 8])
         gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
-        h = activate(gate, up, KIND, s.activation.limit, s.activation.alpha)
+        h = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
         return tl.reshape(h, [BM, s.block])
     else:
-        return activate(sums, sums, KIND, s.activation.limit, s.activation.alpha)
+        return activate(sums, sums, s.activation.kind, s.activation.limit, s.activation.alpha)
 
 
 @jit
@@ -135,15 +127,14 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 
     at: which rows of y [BM, 1], whether these are present, and which numbers of a row.
     """
-    KIND: tl.constexpr = s.kind
     rows, present, results = at
     sums = tl.trans(sums) if s.packed else sums
     factor = None
     if s.row_scaled:  # int8, fp8 and nvfp4
-        scale = weights.scale_step if KIND == "nvfp4" else weights.scale
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + n).to(tl.float32)[None, :]
-    if KIND != "fp8b":  # its factor has what its numbers lack
-        sums = finish(sums, factor, KIND, DTYPE)
+    if s.kind != "fp8b":  # its factor has what its numbers lack
+        sums = finish(sums, factor, s.kind, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.activation is not None:
@@ -155,11 +146,6 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 @jit
 def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
     """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
-    OUT: tl.constexpr = s.out
-    IN: tl.constexpr = s.width
-    FIELDS: tl.constexpr = s.fields
-    GROUP: tl.constexpr = s.group
-    BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
     x, y, weights, third, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -169,16 +155,16 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     if pairs is not None:
         x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
     results, outputs = _find_outputs(block, columns, s)
-    n = expert.to(tl.int64) * OUT + outputs
+    n = expert.to(tl.int64) * s.out + outputs
     weight_rows = n[:, None]
-    scale_rows = expert * tl.cdiv(OUT, GROUP) + outputs[:, None] // GROUP
-    sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
+    scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
+    sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
     fetched = None
     if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
-    for start in range(0, IN, BK):
-        unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
-        inside = unit < IN // FIELDS if IN % BK else None
+    for start in range(0, s.width, BK):
+        unit = start // s.fields + tl.arange(0, BK // s.fields)[None, :]
+        inside = unit < s.width // s.fields if s.width % BK else None
         x_tile = (x, x_rows, present, unit)
         if s.packed:
             at = (weight_rows, scale_rows, unit)
@@ -197,19 +183,17 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
 def _grouped(x, y, group_ends, weights, third, pairs, columns, bias, s: tl.constexpr):
-    BM: tl.constexpr = s.tile.rows
-    TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, first, end = _find_rows(tile, group_ends, s)
     if first < end and block * s.block < s.results:
         tensors = (x, y, weights, third, pairs, columns, bias)
-        if TAIL < BM:
-            if end - first <= TAIL:
-                _compute_tile(tensors, expert, first, end, block, TAIL, s)
+        if s.tile.tail < s.tile.rows:
+            if end - first <= s.tile.tail:
+                _compute_tile(tensors, expert, first, end, block, s.tile.tail, s)
             else:
-                _compute_tile(tensors, expert, first, end, block, BM, s)
+                _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
         else:
-            _compute_tile(tensors, expert, first, end, block, BM, s)
+            _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
 
 # Launching ----------------------------------------------------------------------------------------

@@ -33,30 +33,25 @@ TILE = PromptTile(1, 16, 512, 4)
 # Grid [out / BN, in / BK].
 @jit
 def _unpack(weights, third, y, s: tl.constexpr):
-    OUT: tl.constexpr = s.out
-    IN: tl.constexpr = s.width
     FIELDS: tl.constexpr = s.fields
-    BN: tl.constexpr = s.tile.outputs
-    BK: tl.constexpr = s.tile.numbers
-    KIND: tl.constexpr = s.kind
     DTYPE: tl.constexpr = y.dtype.element_ty
-    n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
-    row, start = tl.minimum(n, OUT - 1).to(tl.int64), tl.program_id(1) * BK
-    unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
-    inside, fetched, factor = unit < IN // FIELDS, None, None
+    n = tl.program_id(0) * s.tile.outputs + tl.arange(0, s.tile.outputs)[:, None]
+    row, start = tl.minimum(n, s.out - 1).to(tl.int64), tl.program_id(1) * s.tile.numbers
+    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
+    inside, fetched, factor = unit < s.width // FIELDS, None, None
     if s.step_scaled:
         fetched = load_scales(weights, row, start, s)
     at = (row, row // s.group, unit)
     numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
     if s.row_scaled:
-        scale = weights.scale_step if KIND == "nvfp4" else weights.scale
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
     for field in tl.static_range(FIELDS):
         number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
-        if KIND != "fp8b":  # its factor has what its numbers lack
-            number = finish(number, factor, KIND, DTYPE)
-        place = y + row * IN + number_of_field(unit, field, s)
-        tl.store(place, number.to(DTYPE), mask=inside & (n < OUT))
+        if s.kind != "fp8b":  # its factor has what its numbers lack
+            number = finish(number, factor, s.kind, DTYPE)
+        place = y + row * s.width + number_of_field(unit, field, s)
+        tl.store(place, number.to(DTYPE), mask=inside & (n < s.out))
 
 
 def unpack_dense(

@@ -54,32 +54,27 @@ class RowSettings:
 # experts in 16 bits: the programs of all experts read them.
 @jit
 def _count_pairs(indices, experts, counts, N, s: tl.constexpr):
-    E: tl.constexpr = s.E
-    BLOCK: tl.constexpr = s.block
-    BINS: tl.constexpr = s.bins
     chunk = tl.program_id(0)
-    pair = chunk * BLOCK + tl.arange(0, BLOCK)
-    chosen = tl.load(indices + pair, mask=pair < N, other=E).to(tl.int32)
+    pair = chunk * s.block + tl.arange(0, s.block)
+    chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
     tl.store(experts + pair, chosen.to(tl.int16), mask=pair < N)
-    expert = tl.arange(0, BINS)
-    tl.store(counts + chunk * E + expert, tl.histogram(chosen, BINS), mask=expert < E)
+    expert = tl.arange(0, s.bins)
+    tl.store(counts + chunk * s.E + expert, tl.histogram(chosen, s.bins), mask=expert < s.E)
 
 
 # Grid [E, chunks]: a program finds the rows of an expert's pairs among BLOCK, in their order.
 @jit
 def _group_pairs(experts, counts, order, places, group_ends, N, s: tl.constexpr):
-    E: tl.constexpr = s.E
-    BLOCK: tl.constexpr = s.block
     expert, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    pair = chunk * BLOCK + tl.arange(0, BLOCK)
+    pair = chunk * s.block + tl.arange(0, s.block)
     mine = (tl.load(experts + pair, mask=pair < N, other=-1) == expert).to(tl.int32)
     other = tl.arange(0, s.bins)[None, :]
     before = 0
     for start in range(0, chunks, 16):
         part = start + tl.arange(0, 16)[:, None]
         earlier = (other < expert) | (other == expert) & (part < chunk)
-        inside = earlier & (part < chunks) & (other < E)
-        before += tl.sum(tl.load(counts + part * E + other, mask=inside, other=0))
+        inside = earlier & (part < chunks) & (other < s.E)
+        before += tl.sum(tl.load(counts + part * s.E + other, mask=inside, other=0))
     place = before + tl.cumsum(mine, 0) - 1
     tl.store(order + place, pair, mask=mine != 0)
     tl.store(places + pair, place, mask=mine != 0)
@@ -90,18 +85,16 @@ def _group_pairs(experts, counts, order, places, group_ends, N, s: tl.constexpr)
 # Grid [N, blocks]: a program copies a part of one row.
 @jit
 def _gather_rows(x, rows, columns, y, s: tl.constexpr):
-    WIDTH: tl.constexpr = s.width
-    BLOCK: tl.constexpr = s.block
-    n, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    n, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
+    inside = column < s.width
     row = n.to(tl.int64)
     if rows is not None:
         row = tl.load(rows + n).to(tl.int64) // s.active
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)
-    value = tl.load(x + row * WIDTH + at, mask=inside)
-    tl.store(y + n.to(tl.int64) * WIDTH + column, value, mask=inside)
+    value = tl.load(x + row * s.width + at, mask=inside)
+    tl.store(y + n.to(tl.int64) * s.width + column, value, mask=inside)
 
 
 # Grid [N, blocks]: a program activates a part of one row. `_grouped` has it in its epilogue; the
@@ -109,26 +102,23 @@ def _gather_rows(x, rows, columns, y, s: tl.constexpr):
 @jit
 def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     WIDTH: tl.constexpr = s.width
-    BLOCK: tl.constexpr = s.block
-    n, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
     inside = column < WIDTH
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)
-    GATED: tl.constexpr = s.activation.gated
-    ROW: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    ROW: tl.constexpr = 2 * WIDTH if s.activation.gated else WIDTH
     row = both + n.to(tl.int64) * ROW
     gate = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
     up = gate
-    if GATED:
+    if s.activation.gated:
         up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         own = bias + tl.load(experts + tl.load(pairs + n)) * ROW
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
+        if s.activation.gated:
             up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    kind: tl.constexpr = s.activation.kind
-    h = activate(gate, up, kind, s.activation.limit, s.activation.alpha)
+    h = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
     tl.store(y + n.to(tl.int64) * WIDTH + column, h.to(y.dtype.element_ty), mask=inside)
 
 
@@ -136,13 +126,11 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
 @jit
 def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
     WIDTH: tl.constexpr = s.width
-    BLOCK: tl.constexpr = s.block
-    A: tl.constexpr = s.active
-    token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
     inside = column < WIDTH
-    total = tl.zeros([BLOCK], tl.float32)
-    for a in tl.static_range(A):
-        pair = token * A + a
+    total = tl.zeros([s.block], tl.float32)
+    for a in tl.static_range(s.active):
+        pair = token * s.active + a
         row = parts + tl.load(places + pair).to(tl.int64) * WIDTH
         part = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:

@@ -161,11 +161,10 @@ def load_above(plane, rows, start, s: tl.constexpr):
     """
     # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
     # that multiply what they loaded, but moves nothing that depends on a position.
-    FIELDS: tl.constexpr = s.fields
-    UNITS: tl.constexpr = s.width // FIELDS
+    UNITS: tl.constexpr = s.width // s.fields
     SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
     SHIFT: tl.constexpr = 8 // SHARING
-    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
+    unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
     place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
     word, inside = unit // 2 % SHARING, unit < UNITS
     bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
@@ -181,15 +180,13 @@ def load_above(plane, rows, start, s: tl.constexpr):
 def load_scales(weights, rows, start, s: tl.constexpr):
     """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
     FIELDS: tl.constexpr = s.fields
-    IN: tl.constexpr = s.width
-    GROUP: tl.constexpr = s.group
     BK: tl.constexpr = s.tile.numbers
-    UNITS: tl.constexpr = GROUP // FIELDS  # units of a group
+    UNITS: tl.constexpr = s.group // FIELDS  # units of a group
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
     EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
     group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
-    group = rows * (IN // GROUP) + tl.minimum(group, IN // GROUP - 1)
+    group = rows * (s.width // s.group) + tl.minimum(group, s.width // s.group - 1)
     scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
@@ -240,11 +237,10 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def block_factor(scale, rows, unit, start, s: tl.constexpr):
     """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
-    IN: tl.constexpr = s.width
     GROUP: tl.constexpr = s.group
     BK: tl.constexpr = s.tile.numbers
-    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, IN - 1) // GROUP
-    return tl.load(scale + rows * (IN // GROUP) + block) * 256.0  # of `decode`
+    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, s.width - 1) // GROUP
+    return tl.load(scale + rows * (s.width // GROUP) + block) * 256.0  # of `decode`
 
 
 @jit
@@ -271,18 +267,16 @@ def load_numbers(weights, third, fetched, at, inside, start, s: tl.constexpr, DT
 @jit
 def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
     """Return where in x, in `Format.grouped_order`, the numbers of a field of units are."""
-    RUN: tl.constexpr = s.run
-    return (unit // RUN * s.fields + field) * RUN + unit % RUN
+    return (unit // s.run * s.fields + field) * s.run + unit % s.run
 
 
 @jit
 def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return a field of packed units as weights, without what `finish` multiplies."""
     KIND: tl.constexpr = s.kind
-    BITS: tl.constexpr = s.bits
     units, above, factor, offset = numbers
     if KIND == "hqq":
-        code = decode_hqq(units, above, field, BITS, DTYPE)
+        code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
     elif s.gguf:
         number = decode(units, above, field, KIND, DTYPE)
