@@ -281,7 +281,7 @@ def weight_statistics(session: Session | Speculation) -> dict:
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
     """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
 
-    hits, misses (copied), on_cpu (experts needed, once a layer and step); prefetched; hit_ratio and
+    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and
     cpu_ratio (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks).
     Ratios are None if nothing was needed.
     """

@@ -18,7 +18,9 @@ def graph_seconds(function: Callable, arguments: Sequence, repeats: int = 20) ->
 
     Give arguments that select different weights, more of them than L2 holds.
     """
-    with torch.cuda.stream(torch.cuda.Stream()):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # it has launched what computes the arguments
+    with torch.cuda.stream(stream):
         for _ in range(2):  # compiles
             for argument in arguments:
                 function(argument)

@@ -213,7 +213,6 @@ class Rows:
     """The table in progress."""
 
     device: torch.device
-    prefetches: bool = False
     started: float = field(default_factory=time.perf_counter)
     # The model in progress: bytes/s of the link and of both shares; seconds of a step without
     # misses, and those outside layers; layers
@@ -249,8 +248,6 @@ class Rows:
             "cpu": found.copies,
             "auto": balance.split("auto", len(found.copies) - 1),
         }
-        for layer in layers:
-            layer.prefetches = self.prefetches
         self.print(
             f"{case.name} {case.mode}, {case.layers} of {args.n_layer} layers, {case.slots} of "
             f"{args.n_expert} slots, an expert {balance.nbytes / 1e6:.3g} MB: loaded; target "
@@ -367,19 +364,16 @@ def main() -> None:
     known = [case.name for case in CASES]
     parser.add_argument("--arch", nargs="+", default=known, choices=known, help="of which models")
     parser.add_argument("--seconds", type=float, default=150.0, help="no model begins later")
-    parser.add_flag("--prefetch", "prefetch one expert a layer, as the next router predicts")
     options = parser.parse_args()
     logging.basicConfig(format="  %(message)s", stream=sys.stdout)
     logging.getLogger("moe_fast").setLevel(logging.DEBUG)
-    rows, seconds = Rows(pick_device("auto"), options.prefetch), options.seconds
+    rows, seconds = Rows(pick_device("auto")), options.seconds
     for case in CASES:
         if case.name not in options.arch:
             continue
         if rows.elapsed > seconds:
             rows.print(f"{case.name}: left out, after {seconds:.0f} s")
             continue
-        if options.prefetch:
-            case = replace(case, routing=case.routing[-1:], details=False, drafts=0, prompt=0)
         try:
             rows.run(case)
         except (RuntimeError, ValueError, AssertionError):  # the other models still run

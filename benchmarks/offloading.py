@@ -20,11 +20,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
 
+from benchmarks.decode_speed import token_logits
 from cli.parser import Parser
 from generate import EMBEDDED, embedded_checkpoint, expert_traffic, load_model
 from model import Chunk, ModelArgs, Transformer
@@ -46,16 +46,13 @@ from runtime.session import Session, SessionOptions
 from tokenizer import load_tokenizer
 
 ROUTINGS = "random", "reuse", "text"
-WARM_UP = 100  # steps before those that are timed: the caches fill, useless prefetches end
+WARM_UP = 100  # steps before those that are timed: the caches fill
 REPLAYED = 1500  # tokens of scores that are replayed
 REPLAY_SHIFT = 61  # tokens by which layers that replay the same scores are apart
 # Scores of "reuse": a random walk of each expert's score, which forgets itself by this factor a
 # token. An LRU cache of a quarter of 128 or 256 experts then has two thirds of the hits.
 MEMORY = 0.8
 CHECKED = 12  # tokens
-# Of replayed experts as many are predicted: then 0.8 of the prefetched ones are chosen, as with the
-# embedded model's routers and text.
-PREDICTED = 0.8
 
 
 # Weights and scores -------------------------------------------------------------------------------
@@ -95,11 +92,7 @@ class ReplayedRouting:
             for n in range(layers)
         ]
         best, indices = torch.stack(turns, 1).topk(active)
-        random = torch.Generator().manual_seed(0)
-        others = torch.randint(scores.shape[-1], indices.shape, generator=random)
-        known = torch.rand(indices.shape, generator=random) < PREDICTED
-        predicted = torch.where(known, indices, others)
-        tables = indices, best.float().softmax(-1), predicted
+        tables = indices, best.float().softmax(-1)
         self.tables = [table.transpose(0, 1).contiguous().to(device) for table in tables]
         self.together, self.step = together, 0
         self.now = [table[:, :together].clone() for table in self.tables]  # [layers, together, A]
@@ -125,15 +118,10 @@ class ReplayedRouting:
             raise ValueError("--routing: routing is replayed with the fused kernels alone")
         for n, layer in enumerate(layers.values()):
             layer.experts.choose = partial(self.choose, layer.experts.choose, n)
-            layer.experts.predict = partial(self.predict, layer.experts.predict, n)
 
     def choose(self, own: Callable, layer: int, scores: Tensor) -> tuple[Tensor, Tensor]:
         own(scores)
-        return tuple(table[layer, : len(scores)] for table in self.now[:2])
-
-    def predict(self, own: Callable, layer: int, scores: Tensor) -> Tensor:
-        own(scores)
-        return self.now[2][layer, : len(scores)]
+        return tuple(table[layer, : len(scores)] for table in self.now)
 
 
 def embedded_scores(steps: int) -> Tensor:
@@ -195,9 +183,8 @@ def decode_speed(
     if routing is not None:
         routing.replace(session.runner)
         advance = routing.advance
-    fits = [layer.fits for layer in offloaded_layers(model)]  # as a step's tokens
-    length = max(n for n in range(1, 9) if all(fit(n, model.args.n_active) for fit in fits))
-    prompts = [random_prompt(model.args, length, seed) for seed in range(together)]
+    # One token: the kernels of a step, so that no others are compiled.
+    prompts = [random_prompt(model.args, 1, seed) for seed in range(together)]
     sampling = Sampling(seed=0)
     compiled = [time.perf_counter() - start for _ in session.stream_all(prompts, 2, sampling)][-1]
     session.reset()
@@ -224,20 +211,12 @@ def check_logits(
     model: Transformer, kernels: str, routing: ReplayedRouting | None = None
 ) -> Tensor:
     """Return the logits [CHECKED, V] of tokens that are given one by one."""
-    model.setup_cache(1, 256)
-    device = model.norm.weight.device
-    runner, found = choose_runner(model, kernels)(model), []
-    if routing is not None:
-        routing.step = 0
-        routing.replace(runner)
-    with torch.inference_mode():
-        for n, token in enumerate(random_prompt(model.args, CHECKED)):
-            if routing is not None:
-                routing.advance()
-            ids = torch.tensor([[token]], device=device), torch.tensor([[n]], device=device)
-            last = torch.zeros(1, dtype=torch.int64, device=device)
-            found.append(model(*ids, last, runner=runner).float().flatten())
-    return torch.stack(found)
+    runner = choose_runner(model, kernels)(model)
+    if routing is None:
+        return token_logits(model, runner, CHECKED)
+    routing.step = 0
+    routing.replace(runner)
+    return token_logits(model, runner, CHECKED, routing.advance)
 
 
 def prompt_speed(model: Transformer, tokens: int) -> tuple[float, float]:
@@ -295,8 +274,6 @@ class Measurement:
         """Yield the figures of each routing, and the times of loading and compiling."""
         start = time.perf_counter()
         model = self.load(compute)
-        for layer in offloaded_layers(model):
-            layer.prefetches = self.options.prefetch
         loaded = time.perf_counter() - start
         for name, routing in self.routings.items():
             figures = {"compute": compute, "routing": name}
@@ -327,7 +304,6 @@ class Measurement:
             "mb_copied": copied / 1e6,
             "mb_on_cpu": on_cpu / 1e6,
             "cpu_gb_s": on_cpu / traffic["busy"] / 1e9 if on_cpu else None,
-            "prefetched": traffic["prefetched"] / options.tokens,
             "link_gb_s": link / 1e9,
         }
         joint = link
@@ -335,10 +311,10 @@ class Measurement:
             balance = found.balance
             if options.together == 1:
                 figures["predicted"] = found.tokens_per_second(traffic["hit_ratio"])
-            figures["copies"] = found.copies[: self.args.n_active + 1]
+            if found.copies is not None:
+                figures["copies"] = found.copies[: balance.most + 1]
+                joint = max(link, nbytes * balance.most / min(balance.shared[-1]))
             figures["shares"] = balance.describe()
-            if balance.cpu.each < inf:
-                joint = nbytes / balance.link.each + nbytes / balance.cpu.each
         bound = 1 / max((copied + on_cpu) / joint, 1 / self.resident_rate)
         figures |= {"bound": bound * options.together, "of_bound": rate / bound}
         if options.prompt:
@@ -371,7 +347,6 @@ def build_parser() -> Parser:
     chosen = f"which experts are chosen: {', '.join(ROUTINGS)} (random)"
     add("--routing", nargs="+", default=["random"], choices=ROUTINGS, metavar="HOW", help=chosen)
     add("--decode_kernels", default="auto", choices=KERNELS)
-    parser.add_flag("--prefetch", "prefetch one expert a layer, as the next router predicts")
     add("--check", action="store_true", help="compare logits with those of resident experts")
     rows = f"of --offload_compute: {', '.join(COMPUTE)} (gpu auto)"
     add("--rows", nargs="+", default=["gpu", "auto"], choices=COMPUTE, metavar="ROW", help=rows)

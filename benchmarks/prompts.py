@@ -118,7 +118,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
     add("--lengths", nargs="+", type=int, default=[200, 2048], metavar="N", help="of prompts")
-    add("--chunk", type=int, default=2048, metavar="N", help="tokens of a chunk (2048)")
+    add("--chunk", type=int, metavar="N", help="tokens of a chunk (as many as a session takes)")
     add("--kernels_only", action="store_true", help="do not time PyTorch alone")
     add("--repeats", type=int, default=5, metavar="N", help="runs measured (5)")
     return parser

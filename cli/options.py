@@ -139,8 +139,8 @@ def add_model_options(parser: Parser) -> None:
 def add_prefill_options(parser: Parser) -> None:
     """Add how prompts are computed."""
     parser.add_flag("--compile_prefill", "compile the prefill too")
-    chunk = f"tokens of a prefill chunk ({PREFILL_CHUNK})"
-    parser.add_number("--prefill_chunk", chunk, PREFILL_CHUNK)
+    chunk = f"tokens of a prefill chunk ({PREFILL_CHUNK}, more where GPU memory is free)"
+    parser.add_number("--prefill_chunk", chunk)
 
 
 def add_compile_cache(parser: Parser) -> None:

@@ -9,7 +9,7 @@ the packed weights themselves: docs/design.md, "What runs when".
 """
 
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,11 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
+from ops.products.prompt_dense import MANY_ROWS, multiply_unpacked
 from ops.products.prompt_rows import gather_rows
 from ops.products.weights import BITS, Weight, packed_weight
 
+UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
 TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
 GATED = "token, gated"  # the same with w13, and the activation of gate and up
@@ -159,14 +161,13 @@ class Packed(nn.Module):
             return None
         return column_order(self.format, self.group, self.width, like.device)
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in] in an order of `column_order`, pairs int64 [N] sorted by expert -> [N, out].
-
-        Row n is token pairs[n] // active. Raises KernelError where the kernel cannot run.
+    def multiply_tokens(self, x: Tensor, group_ends: Tensor, **rows) -> Tensor:
+        """x [T, in] in an order of `column_order` -> [N, out]. rows: named arguments, as of
+        `grouped_gemm`, with `pairs`. Raises KernelError where the kernel cannot run.
         """
-        format, own = FORMATS[self.format], dict(pairs=pairs, active=active)
+        format = FORMATS[self.format]
         weight = self.parts(), format.kind, format.bits, self.group
-        return grouped_gemm(x, group_ends, *weight, **own)
+        return grouped_gemm(x, group_ends, *weight, **rows)
 
     def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""
@@ -323,7 +324,12 @@ def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, gro
 
 
 def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
-    return grouped_gemm(x, group_ends, parts, format.kind, format.bits, group)
+    """One expert's rows are all rows: `multiply_rows` has no others."""
+    weight = parts, format.kind, format.bits, group
+    kernel = partial(grouped_gemm, x, group_ends, *weight)
+    if len(group_ends) > 1 or len(x) <= MANY_ROWS or x.element_size() != 2:
+        return kernel()
+    return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 
 
 def rows_reordered(

@@ -26,6 +26,7 @@ from runtime.draft_vocab import DRAFT_VOCAB
 from runtime.loading import head_source, shared_parameters
 from runtime.memory import (
     LEAST_CONTEXT,
+    PREFILL_CHUNK,
     Capacity,
     Shortage,
     cache_bytes,
@@ -181,14 +182,15 @@ def extra_for_head(options: argparse.Namespace, source, length: int) -> int:
     return part + head_bytes(head, length, options.kv_cache, options.prefill_chunk)
 
 
-def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int) -> int:
+def head_bytes(sizes: ModelSizes, length: int, kv_cache: str, chunk: int | None) -> int:
     """Return the bytes of a head for multi-token prediction: those that its model does not have.
 
     chunk: tokens of a prompt that run at once. The hidden states of as many are kept, and those of
     RING steps.
     """
     own = weight_bytes(sizes.model, sizes.dtype, shared_parameters(sizes.model))
-    hidden = (RING + min(chunk, length + BLOCK)) * sizes.args.dim * sizes.dtype.itemsize
+    rows = RING + min(chunk or PREFILL_CHUNK, length + BLOCK)
+    hidden = rows * sizes.args.dim * sizes.dtype.itemsize
     return own + sizes.cache(1, length, kv_cache) + hidden
 
 

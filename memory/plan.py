@@ -21,7 +21,15 @@ from offload.plan import (
     meta_reader,
 )
 from ops.plain.attention import BLOCK
-from runtime.memory import LEFT_FREE, Capacity, Shortage, cache_bytes, plan_capacity
+from runtime.memory import (
+    LEFT_FREE,
+    PREFILL_CHUNK,
+    Capacity,
+    Shortage,
+    cache_bytes,
+    numbers_of_token,
+    plan_capacity,
+)
 from tp import ModelShard
 
 GB = 10**9
@@ -107,7 +115,7 @@ class Setup:
     length: int | None  # positions of a sequence; None: a server's, as many as fit
     batch: int = 1  # sequences; of a server the least that has to fit
     kv_cache: str = "plain"
-    prefill_chunk: int = 2048
+    prefill_chunk: int | None = None
     offload: OffloadSettings | None = None  # its reserve is not read
     max_batch: int | None = None  # --max_batch of a server; None: no server
     mapped: bool = False  # on the CPU: weights are read from the disk's cache when first used
@@ -127,18 +135,17 @@ def session_bytes(
     length: int,
     batch: int,
     kv_cache: str,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
 ) -> int:
     """Return the bytes of the KV cache (`cache`) and of the activations beside it.
 
-    args: one rank's. Activations are those of one layer for a prefill chunk or a step: x,
-    attention's temporaries, and for each of a token's experts its row of x, of w13's and w2's
-    outputs and of SwiGLU. An int8 cache is dequantized one layer at a time, through fp32.
+    args: one rank's. Activations are those of one layer for a prefill chunk or a step. Longer
+    chunks than PREFILL_CHUNK take what is left. An int8 cache is dequantized one layer at a time,
+    through fp32.
     """
-    tokens = max(min(prefill_chunk, length), batch)
+    tokens = max(min(prefill_chunk or PREFILL_CHUNK, length), batch)
     per_position, extra = family_of(args).attention_memory(args, length)
-    row = 4 * args.dim + 2 * (args.n_head * args.head_dim + per_position)
-    row += args.n_active * 3 * (args.intermediate + args.dim)
+    row = numbers_of_token(args, per_position)
     if kv_cache == "int8":  # codes and their product in fp32, then in dtype
         width = 2 * torch.float32.itemsize + dtype.itemsize
         cache += batch * (length + BLOCK) * per_position * width
@@ -259,6 +266,6 @@ def reserve(setup: Setup, longest: int | None = None) -> int:
     One that offloads reserves them before its prompts are known.
     """
     sizes, length = setup.sizes, setup.positions
-    chunk = min(setup.prefill_chunk, longest or length)
+    chunk = min(setup.prefill_chunk or PREFILL_CHUNK, longest or length)
     cache = sizes.cache(setup.batch, length, setup.kv_cache)
     return session_bytes(sizes.args, cache, sizes.dtype, length, setup.batch, setup.kv_cache, chunk)

@@ -25,8 +25,8 @@ from runtime.graphs import CapturedStep
 log = logging.getLogger("moe_fast")
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
 MEASURED_LAYERS = 16  # at most, in one graph
-MEASURED_SECONDS = 0.01  # of each number of misses and of copies
-MEASURED_STEPS = 3, 20  # at least, at most
+MEASURED_SECONDS = 1.0  # of all numbers of misses and of copies together, about
+MEASURED_STEPS = 3, 20  # of each, at least and at most; the first one wakes threads
 # A share of the CPU must save more: a copied expert may be a hit later.
 LEAST_GAIN = 0.03
 
@@ -156,7 +156,7 @@ class Rounds:
 
     def __init__(self, layers: Sequence[OffloadedExperts], like: Tensor, most: int):
         """like: x [..., D] on the device. most: misses of a layer."""
-        self.layers, self.most = layers[:MEASURED_LAYERS], most
+        self.layers, self.most = layers, most
         self.device, count = like.device, len(self.layers)
         self.x = like.new_zeros(1, like.shape[-1])
         self.y = torch.zeros(1, like.shape[-1], device=self.device)
@@ -201,17 +201,18 @@ class Rounds:
                 self.steps[asks] = captured.replay
         return self.steps[asks]
 
-    def seconds(self, misses: int, copied: int, asks: bool) -> float:
+    def seconds(self, misses: int, copied: int, asks: bool, limit: float = 0.02) -> float:
         """Return the seconds of a layer, the mean of all layers, of the median step.
 
-        The host waits as it waits for a token.
+        The host waits as it waits for a token. No step begins after `limit` seconds, except the
+        least number of them.
         """
         step, times = self.step(asks), []
-        least, most = MEASURED_STEPS
-        while len(times) <= least or (len(times) <= most and sum(times) < MEASURED_SECONDS):
+        (least, most), start = MEASURED_STEPS, time.perf_counter()
+        while len(times) < least or (len(times) < most and time.perf_counter() - start < limit):
             self.choose(misses, copied)
             times.append(self.timed(step))
-        return median(times[1:]) / len(self.layers)  # the first one wakes threads
+        return median(times[1:]) / len(self.layers)
 
     def timed(self, step: Callable[[], None]) -> float:
         if self.device.type != "cuda":
@@ -235,14 +236,22 @@ def measure_balance(
     like: x [..., D] on the device. products: of each layer, which answers its requests; none: the
     CPU has no share. Sets the number of their threads: the fastest one.
     """
-    most = min(most, layers[0].storage.slots)
-    rounds = Rounds(layers, like, most)
-    threads = 0
+    begin, most = time.perf_counter(), min(most, layers[0].storage.slots)
+    counts, threads = range(most + 1), 0
+    pairs = [(n, c) for n in counts for c in range(n + 1) if products]
+    limit = MEASURED_SECONDS / (len(pairs) + len(counts))
+    one = Rounds(layers[:1], like, most)
+    slowest = max(one.seconds(most, *how) for how in ((0, True), (most, False))[not products :])
+    fitting = int(limit / (MEASURED_STEPS[0] * slowest))
+    rounds = Rounds(layers[: max(1, min(fitting, MEASURED_LAYERS))], like, most)
     if products:
-        threads = choose_threads(products, lambda: rounds.seconds(most, 0, True))
-    counts = range(most + 1)
-    shared = [[rounds.seconds(n, c, True) for c in range(n + 1)] for n in counts if products]
-    alone = [rounds.seconds(n, n, False) for n in counts]
+        threads = choose_threads(products, lambda: rounds.seconds(most, 0, True, limit))
+    times = {(n, c): rounds.seconds(n, c, True, limit) for n, c in pairs}
+    shared = [[times[n, c] for c in range(n + 1)] for n in counts if products]
+    alone = [rounds.seconds(n, n, False, limit) for n in counts]
+    log.debug(
+        "measured paging of %d layers in %.2f s", len(rounds.layers), time.perf_counter() - begin
+    )
     return Balance(alone, shared, layers[0].storage.blobs.shape[1], threads)
 
 
@@ -262,12 +271,11 @@ def choose_threads(products: Sequence[CPUProducts], measure: Callable[[], float]
             each.layer.pool = threads.pool
 
     full = threads.count
-    for count in sorted({full, full - 1, full - 3, full * 2 // 3, full // 2} - {0, -1, -2}):
-        if count > 0:
-            use(count)
-            found = measure()
-            log.debug("CPU products with %d threads: %.1f us a layer", count, found * 1e6)
-            if not best[1] or found < (1 - LEAST_GAIN) * best[0]:  # of equals, the fewest
-                best = found, count
+    for count in sorted({full, full * 2 // 3, full // 2} - {0}):  # a half: one thread a core
+        use(count)
+        found = measure()
+        log.debug("CPU products with %d threads: %.1f us a layer", count, found * 1e6)
+        if not best[1] or found < (1 - LEAST_GAIN) * best[0]:  # of equals, the fewest
+            best = found, count
     use(best[1])
     return best[1]

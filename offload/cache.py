@@ -51,21 +51,16 @@ class DeviceExpertCache(nn.Module):
         last_use[list(cached)] = torch.arange(slots) - slots
         self.register_buffer("slot", slot.to(device), persistent=False)
         self.register_buffer("last_use", last_use.to(device), persistent=False)
-        self.register_buffer("counters", self.slot.new_zeros(6), persistent=False)
-        self.register_buffer("prefetched", self.slot.new_full((1,), -1), persistent=False)
+        self.register_buffer("counters", self.slot.new_zeros(4), persistent=False)
         all_copied = self.slot.new_zeros(1)
         self.register_buffer("all_copied", all_copied, persistent=False)
         self.register_buffer("copies", all_copied, persistent=False)  # if a call asks the CPU
         self.slots = slots
 
-    def table(self, asks: bool, prefetches: bool = False) -> Table:
-        """Return the table for a call that asks the CPU for its share, or copies all misses.
-
-        prefetches: an expert may have been prefetched for it.
-        """
+    def table(self, asks: bool) -> Table:
+        """Return the table for a call that asks the CPU for its share, or copies all misses."""
         copies = self.copies if asks else self.all_copied
-        prefetched = self.prefetched if prefetches else None
-        return Table(self.slot, self.last_use, self.counters, copies, prefetched)
+        return Table(self.slot, self.last_use, self.counters, copies)
 
     def cached(self) -> dict[int, int]:
         """Return the slot of each cached expert, least recently used first."""

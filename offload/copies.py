@@ -13,28 +13,6 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Beside:
-    """What is launched on the copies' stream, beside what the current stream does.
-
-    Without a GPU, the work runs at once.
-    """
-
-    def __init__(self, device: torch.device):
-        self.stream = copy_stream(device) if device.type == "cuda" else None
-
-    def run(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Launch what waits for all launches so far -> what lets later launches wait for it."""
-        if self.stream is None:
-            launch()
-            return lambda: None
-        main = torch.cuda.current_stream()
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            launch()
-            done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-
 def load_in_turn(
     load: Callable[[Tensor], Tensor], waves: Sequence[Tensor], ahead: bool
 ) -> Iterator[Tensor]:

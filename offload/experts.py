@@ -30,11 +30,20 @@ from model import Experts, Transformer, weighted_sum
 from offload.cache import DeviceExpertCache
 from offload.copies import load_in_turn
 from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
-from ops.step.expert_paging import MAX_PAIRS, fetch, fetches_by_kernel, page
+from ops.step.expert_paging import (
+    MAX_PAIRS,
+    PROGRAMS,
+    fetch,
+    fetches_by_kernel,
+    page,
+    place,
+)
 
 ALIGN = 128  # bytes
-COUNTERS = "hits", "misses", "on_cpu", "prefetched", "bytes"
+COUNTERS = "hits", "misses", "on_cpu", "bytes"
 WAVE_PAGE = 32  # experts that a wave places at a time
+# Programs that copy them: a few, so that another wave's products have the other multiprocessors.
+WAVE_PROGRAMS = 64
 
 # (name, device, expert=None) -> a parameter, or that of one expert [1, ...]
 Reader = Callable[..., Tensor]
@@ -112,8 +121,6 @@ class OffloadedExperts(nn.Module):
         experts.choose_from = storage.total_experts * storage.slots / self.n_local
         experts.n_expert = storage.slots
         self.box: Mailbox | None = None  # of requests to the CPU: `offload.cpu_share.share_layers`
-        # Whether fused layers prefetch one of its experts. Not timed on a GPU yet, so it is off.
-        self.prefetches = False
 
     def make_pool(self) -> None:
         """Allocate R slots and make the experts' parameters views of them."""
@@ -128,10 +135,10 @@ class OffloadedExperts(nn.Module):
         ]
         set_parts(self.experts, self.storage.parts, views)
 
-    def fill_slots(self, experts: Tensor, slots: Tensor) -> None:
-        """Copy experts into slots, int64 [N] each."""
+    def fill_slots(self, experts: Tensor, slots: Tensor, programs: int = PROGRAMS) -> None:
+        """Copy experts into slots, int64 [N] each. programs: as of `fetch`."""
         pair = (ids.to(self.pool.device) for ids in (experts, slots))
-        fetch(*pair, self.storage.blobs, self.pool, self.layout)
+        fetch(*pair, self.storage.blobs, self.pool, self.layout, programs)
 
     @property
     def is_capturable(self) -> bool:
@@ -165,7 +172,7 @@ class OffloadedExperts(nn.Module):
         """
         ids = expert_indices - self.first  # other ranks' ids get out of range
         where = self.storage.blobs, self.pool, self.layout
-        table = list(self.cache.table(len(box) > 0)[:4])
+        table = list(self.cache.table(len(box) > 0))
         return page(ids, x, expert_weights.float(), table, *where, box)
 
     def multiply(self, x: Tensor, slots: Tensor, expert_weights: Tensor) -> Tensor:
@@ -227,18 +234,19 @@ class OffloadedExperts(nn.Module):
 
         Some are placed at a time. Those before are the most recently used ones, so that they stay.
         """
-        none = torch.empty(0, device=wave.device)
         for some in wave.split(min(WAVE_PAGE, self.storage.slots)):
-            self.page(some[None] + self.first, none, none, [])
+            placed = place(some, self.cache.table(asks=False), self.storage.slots)
+            self.fill_slots(*placed, programs=-(-WAVE_PROGRAMS // len(some)))
         found = torch.full((self.n_local + 2,), self.storage.slots, device=wave.device)
         found[wave] = self.cache.slot[wave]
         return found
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""
-        _, hits, misses, on_cpu, prefetched, _ = self.cache.counters.tolist()
-        copied = (misses - on_cpu + prefetched) * self.storage.blobs.shape[1]
-        return dict(zip(COUNTERS, (hits, misses - on_cpu, on_cpu, prefetched, copied), strict=True))
+        _, hits, misses, on_cpu = self.cache.counters.tolist()
+        copied = misses - on_cpu
+        nbytes = copied * self.storage.blobs.shape[1]
+        return dict(zip(COUNTERS, (hits, copied, on_cpu, nbytes), strict=True))
 
 
 def offloaded_layers(model: Transformer) -> list[OffloadedExperts]:

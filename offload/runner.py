@@ -5,23 +5,18 @@ and is captured. Prompts may choose more experts than slots: the host reads thei
 the experts run eagerly between two compiled parts of the block.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Block, Context, MoE, Transformer
-from offload.copies import Beside
 from offload.experts import OffloadedExperts, offloaded_layers
 from ops.products import experts as moe_decode
 from ops.products.join import norm_router
 from ops.products.routing import route
 from ops.step.cpu_share import MAX_TOKENS, answer
-from ops.step.expert_paging import find_experts, place
+from ops.step.expert_paging import find_experts
 from runtime.fused_decode import FusedRunner
 from runtime.fused_layer import FusedExperts, FusedLayer, kernel_weight
 from runtime.runner import CompiledRunner, share_code
@@ -54,11 +49,6 @@ class FusedOffloadRunner(FusedRunner):
         fitting = [n for n in range(1, MAX_TOKENS + 1) if self.takes_tokens(n)]
         self.max_tokens, self.prompt_chunks = max(fitting, default=1), ()
         self.short_chunks = CompiledRunner.short_chunks
-        fused = [self.layers.get(id(block)) for block in model.layers]
-        for layer, following in pairwise(each and each.experts for each in fused):
-            both = isinstance(layer, FusedOffloadedExperts) and following is not None
-            if both and isinstance(following, FusedOffloadedExperts):
-                layer.next = following
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -73,9 +63,6 @@ class FusedOffloadRunner(FusedRunner):
     ):
         if not self.is_fused and self.waves.takes(block, x):
             return self.waves.run(block, x, normed, context, next_norm)
-        layer = self.layers.get(id(block))
-        if layer is not None and self.is_fused and not self.runs_layer(layer, x, context):
-            getattr(layer.experts, "await_prefetch", lambda copied: None)(copied=True)
         return super().block(block, x, normed, context, next_norm)
 
 
@@ -124,7 +111,7 @@ class FusedOffloadedExperts(FusedExperts):
         route          the choice
         place, ask     hits and misses; the CPU's share is requested
         fetch          the other misses are copied
-        gate_up, down  a shared expert; beside copies if layers prefetch
+        gate_up, down  a shared expert
         gate_up, down  products of the experts in slots
         answer         plus the CPU's sum, plus residual
 
@@ -139,10 +126,6 @@ class FusedOffloadedExperts(FusedExperts):
         if self.shared is not None:
             self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
             self.routing = replace(self.routing, shared=0)
-        self.beside = Beside(self.offloaded.storage.device)
-        self.next: FusedOffloadedExperts | None = None  # of the next layer
-        # What waits for a prefetched expert's slot and for its copy, and a tensor that they read.
-        self.prefetching: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
 
     def experts_of(self, ffn: MoE) -> nn.Module:
         return self.offloaded.experts
@@ -160,45 +143,6 @@ class FusedOffloadedExperts(FusedExperts):
         """Return expert_indices and expert_weights [T, A]."""
         return route(scores, self.routing)
 
-    def predict(self, scores: Tensor) -> Tensor:
-        """Return the experts that are probably chosen, int64 [T, A], the likeliest first."""
-        return route(scores, self.routing)[0]
-
-    def copies(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Launch copies, beside what is launched next if layers prefetch -> what waits for them."""
-        if any(each.offloaded.prefetches for each in (self, self.next) if each is not None):
-            return self.beside.run(launch)
-        launch()
-        return lambda: None
-
-    def prefetch(self, h: Tensor) -> None:
-        """Prefetch one expert beside what is launched next, if this layer does.
-
-        h [T, D]: the input of the experts of the layer before, which this layer's router predicts
-        from.
-        """
-        layer = self.offloaded
-        if not layer.prefetches:
-            return
-        placed: list[Tensor] = []
-
-        def place_predicted() -> None:
-            bias = self.router.bias
-            scores = F.linear(h, self.rows.to(h.dtype), bias if bias is None else bias.to(h.dtype))
-            chosen = self.predict(scores.float()).flatten()
-            table = layer.cache.table(False, prefetches=True)
-            placed.extend(place(chosen, table, layer.storage.slots, predicted=True))
-
-        wait = self.beside.run(place_predicted)
-        self.prefetching = wait, self.beside.run(lambda: layer.fill_slots(*placed)), h
-
-    def await_prefetch(self, copied: bool = False) -> None:
-        """Let launches wait for the slot, or for the copy, which the next `fetch` waits for."""
-        if self.prefetching is not None:
-            placed, complete, _ = self.prefetching
-            (complete if copied else placed)()
-            self.prefetching = None
-
     def forward(
         self, x: Tensor, attended: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,15 +153,11 @@ class FusedOffloadedExperts(FusedExperts):
         indices, weights = self.choose(scores)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
-        table = layer.cache.table(box is not None, layer.prefetches)
-        self.await_prefetch()
+        table = layer.cache.table(box is not None)
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
-        wait = self.copies(partial(layer.fill_slots, found.to_copy, found.targets.flatten()))
-        if self.next is not None:
-            self.next.prefetch(plain)
+        layer.fill_slots(found.to_copy, found.targets.flatten())
         if self.apart:
             x = self.add_shared(x, plain, scores)
-        wait()
         slots, kept = found.slots, found.weights
         h = moe_decode.multiply_each(normed, self.w13, slots, self.activation, self.bias13)
         add = {} if box else self.sum.of_product(x)

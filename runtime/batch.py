@@ -140,9 +140,10 @@ class Batch:
         session = self.session
         if self.max_batch == 1:
             return
-        for chunk in PREPARED_CHUNKS if session.captured else (8,):
+        longest = session.prefill_chunk
+        for chunk in sorted({*PREPARED_CHUNKS, longest}) if session.captured else (8,):
             length = min(2 * chunk, session.max_seq_len)
-            if length > chunk and chunk <= session.options.prefill_chunk:
+            if length > chunk and chunk <= longest:
                 for _ in session.prefill(0, [0] * length, 0, chunk):
                     pass
         session.reset()
@@ -241,7 +242,7 @@ class Batch:
         self.prefilling = sequence, iter(())
         row = sequence.row = self.take_row(sequence.ids)
         self.rows[row] = sequence
-        chunk = session.options.prefill_chunk
+        chunk = session.prefill_chunk
         chunk = min(chunk, SHARED_CHUNK) if others else chunk
         session.edited = sequence.edited
         chunks = session.start_row(row, sequence.ids, sequence.sampling, chunk)

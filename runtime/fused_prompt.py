@@ -7,9 +7,10 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from dataclasses import replace
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, RMSNorm, Transformer, group_by_expert
+from model import AddNorm, Block, Context, Experts, Linear, RMSNorm, Transformer
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import prompt_heads
@@ -19,7 +20,7 @@ from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
 from ops.products.fixed_join import fixed_add_norm
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
-from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows
+from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.routing import route
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
@@ -42,22 +43,35 @@ class ExpertRows:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
-    def multiply_tokens(self, x: Tensor, pairs: Tensor, active: int, group_ends: Tensor) -> Tensor:
-        """x [T, in], pairs int64 [N] of tokens and experts, `active` a token -> [N, out]."""
-        columns, rows = self.columns(x), dict(pairs=pairs, active=active)
+    def activate(
+        self, x: Tensor, pairs: Tensor, indices: Tensor, group_ends: Tensor, **results
+    ) -> Tensor:
+        """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
+
+        pairs: integers [N], sorted by expert; indices [T, A]. results: `activation` and `columns`,
+        as of `grouped_gemm`.
+        """
+        columns, rows = self.columns(x), dict(pairs=pairs, active=indices.shape[1])
         if columns is not None:
             x = gather_rows(x, None, 1, columns)
-            return self.module.multiply_tokens(x, group_ends=group_ends, **rows)
+            rows |= dict(bias=self.bias, **results)
+            return self.module.multiply_tokens(x, group_ends, **rows)
         if not self.packed and prefers_kernel(x, len(pairs), len(group_ends)):
             weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
-            return grouped_gemm(x, group_ends, *weight, **rows)
-        return self.multiply(gather_rows(x, pairs, active, None), group_ends)
+            return grouped_gemm(x, group_ends, *weight, **rows, bias=self.bias, **results)
+        both = self.multiply(gather_rows(x, **rows, columns=None), group_ends)
+        return activate_rows(both, bias=self.bias, pairs=pairs, experts=indices, **results)
 
     def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
         if self.packed:
             return self.module.multiply_ordered(x, group_ends)
         return grouped_mm(x, self.module.weight, group_ends)
+
+
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """`linear(x)`, with a plain layer's bias in the epilogue of the library's product."""
+    return F.linear(x, linear.weight, linear.bias) if type(linear) is Linear else linear(x)
 
 
 class PromptLayer:
@@ -85,7 +99,7 @@ class PromptLayer:
         attention = self.attention
         if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
             return self.block.attention(normed, context)
-        projected = getattr(attention, attention.projection)(normed)[0]
+        projected = project(getattr(attention, attention.projection), normed)[0]
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)
@@ -95,24 +109,22 @@ class PromptLayer:
         if attention.gate:
             gate = projected[:, attention.first_gate :]
             heads = gate_heads(heads, gate, attention.gate.activation)
-        return attention.wo(heads.unsqueeze(0))
+        return project(attention.wo, heads.unsqueeze(0))
 
     def run_ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
         ffn = self.block.ffn
         if self.is_dense:
-            return ffn.w2(activate_rows(ffn.w13(x), self.activation)), None, None
+            hidden = activate_rows(project(ffn.w13, x), self.activation)
+            return project(ffn.w2, hidden), None, None
         if not self.resident:
             return ffn(x)
-        active = self.routing.active
-        indices, weights = route(ffn.router(x).float(), self.routing)
+        indices, weights = route(project(ffn.router, x).float(), self.routing)
         given = ffn.expert_input(x)
-        order, places, group_ends = group_by_expert(indices, ffn.experts.n_expert)
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         w13, w2 = self.w13, self.w2
-        experts = None if w13.bias is None else indices.flatten()[order]
-        both = w13.multiply_tokens(given, order, active, group_ends)
-        columns = w2.columns(given)
-        hidden = activate_rows(both, self.activation, w13.bias, experts, columns)
+        results = dict(activation=self.activation, columns=w2.columns(given))
+        hidden = w13.activate(given, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         y = combine_rows(parts, places, indices, weights, w2.bias)
         return ffn.merge(x, y), indices, weights
@@ -144,6 +156,11 @@ class PromptRunner(EagerRunner):
                     self.layers[id(block)] = PromptLayer(block, fused[id(block)])
             except ValueError:
                 continue
+
+    @property
+    def runs_long_chunks(self) -> bool:
+        """Not with experts in host memory: they take what is free."""
+        return bool(self.layers) and all(layer.resident for layer in self.layers.values())
 
     def takes(self, x: Tensor, context: Context) -> bool:
         """Whether kernels take a chunk x [1, T, D]."""

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import torch
 
-from model import KVCache, Transformer
+from model import KVCache, ModelArgs, Transformer
 from ops.plain.attention import BLOCK
 from ops.plain.ring import Ring
 from runtime.sequence_state import SequenceState
 from runtime.snapshots import snapshots_kept
 
+PREFILL_CHUNK = 2048  # prompt tokens in one call, for which memory is planned
+# Tokens in one call where memory is free: each expert gets more rows, whose tiles are fuller.
+LONG_CHUNKS = 8192, 4096
+# These may take a quarter of it: a graph keeps its own activations, and recurrent layers have more.
+CHUNK_SPARE = 4
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.
 LEAST_LENGTH = 8192
@@ -73,6 +78,26 @@ def free_host_memory() -> int:
     except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroups of version 2
         return available
     return max(0, min(available, limit - used + cached))
+
+
+# A prompt's chunk ---------------------------------------------------------------------------------
+
+
+def numbers_of_token(args: ModelArgs, per_position: int) -> int:
+    """Return the numbers that one layer has of a prompt's token, cached ones among them.
+
+    x, attention's temporaries, and for each of its experts a row of x, of the outputs of w13 and
+    w2, and of the activation. per_position: numbers in a layer's cache.
+    """
+    attention = 2 * (args.n_head * args.head_dim + per_position)
+    return 4 * args.dim + attention + args.n_active * 3 * (args.intermediate + args.dim)
+
+
+def choose_chunk(args: ModelArgs, dtype: torch.dtype, free: int) -> int:
+    """Return how many tokens of a prompt run at once, with `free` bytes beside the cache."""
+    per_token = numbers_of_token(args, 2 * args.n_kv_head * args.head_dim) * dtype.itemsize
+    fitting = (n for n in LONG_CHUNKS if CHUNK_SPARE * n * per_token <= free)
+    return next(fitting, PREFILL_CHUNK)
 
 
 # A server's session -------------------------------------------------------------------------------

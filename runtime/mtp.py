@@ -64,7 +64,7 @@ class MTPDrafter(DraftModel):
         self.state = self.state._replace(controls=target.controls, seeds=target.seeds)
         self.count = count
         self.width = count + 1  # pairs that a chain begins with, known ones and padding
-        rows = min(target.cache_len, target.options.prefill_chunk + PADDING_MULTIPLE)
+        rows = min(target.cache_len, target.prefill_chunk + PADDING_MULTIPLE)
         like, D = target.model.embedding.weight, head.args.dim
         self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING

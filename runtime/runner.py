@@ -24,6 +24,7 @@ class EagerRunner(Runner):
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
     # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
+    runs_long_chunks = False  # a prompt alone may run in chunks of more than PREFILL_CHUNK tokens
 
     def __init__(self, model: Transformer):
         self.model = model

@@ -179,7 +179,7 @@ class Prompts(DecodeSteps):
         """Run one sequence's tokens from position `start` on, a chunk at a time.
 
         Yields the logits [1, V] after each chunk; if watched, also its last token's experts and
-        weights [L, 1, A]. chunk: its tokens; None: --prefill_chunk. The caller launches its work
+        weights [L, 1, A]. chunk: its tokens; None: `prefill_chunk`. The caller launches its work
         on the logits before the recurrent states are copied.
         """
         short, size = self.is_short(row, len(ids)), self.chunk_size(row, len(ids), chunk)
@@ -210,7 +210,7 @@ class Prompts(DecodeSteps):
 
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
         """Return how many of a row's tokens run at once. chunk: the most that may."""
-        chunk = chunk or self.options.prefill_chunk
+        chunk = chunk or self.prefill_chunk
         return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
 
     def padding(self, tokens: int) -> int:

@@ -21,6 +21,7 @@ from ops.plain.attention import BLOCK
 from runtime.graphs import CapturedStep, run_on_host
 from runtime.kernel_choice import choose_runner, describe_kernels
 from runtime.logit_edits import edit_logits
+from runtime.memory import PREFILL_CHUNK, choose_chunk, free_gpu_memory
 from runtime.outbox import Outbox
 from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling, StepState, sample
@@ -30,7 +31,6 @@ from runtime.transfers import read_later
 
 log = logging.getLogger("moe_fast")
 
-PREFILL_CHUNK = 2048  # prompt tokens in one call, which bounds the memory for activations
 PADDING_MULTIPLE = 2 * COUNTING_SORT_MAX_TOKENS  # compiled prompts are padded to multiples of this
 SPARE = MAX_TENTATIVE  # positions past the last: for warm-up, and for drafts that are refused
 
@@ -51,7 +51,7 @@ class SessionOptions:
     batch: int = 1  # sequences
     compile: bool = False  # compile the decode step; on CUDA also capture it as a graph
     compile_prefill: bool = False  # compile the prompt's pass too
-    prefill_chunk: int = PREFILL_CHUNK  # prompt tokens in one call
+    prefill_chunk: int | None = None  # prompt tokens in one call; None: as memory allows
     cache_class: type[KVCache] = KVCache
     decode_kernels: str = "auto"  # a compiled session takes these: see `choose_runner`
     runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
@@ -76,6 +76,7 @@ class DecodeSteps(SessionRows):
         self.pads = options.compile_prefill or self.captures_prompts
         length = max_seq_len + max(SPARE, PADDING_MULTIPLE if self.pads else 1)
         super().__init__(model, options.batch, -(-length // BLOCK) * BLOCK, options.cache_class)
+        self.prefill_chunk = options.prefill_chunk or self.choose_chunk()
         has_outbox = self.captured and can_launch(self.token)
         self.outbox = Outbox(self.batch, device) if has_outbox else None
         self.before_edit: Callable[[], None] = lambda: None  # on the host: may write masks
@@ -92,13 +93,20 @@ class DecodeSteps(SessionRows):
             if device.type == "cuda":
                 log.info(f"kernels: {describe_kernels(model, runner_class)}")
         self.runner = runner_class(model) if options.compile else EagerRunner(model)
-        self.prefill_runner: Runner = self.runner.prompt_runner()
+        self.prefill_runner: EagerRunner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)
         self.edit_step = edit_logits
         if options.compile:
             self.edit_step = compiled(edit_logits, dynamic=False)
+
+    def choose_chunk(self) -> int:
+        """Return how many tokens of a prompt run at once, beside the weights and the cache."""
+        if not self.prefill_runner.runs_long_chunks:
+            return PREFILL_CHUNK
+        dtype = self.model.norm.weight.dtype
+        return choose_chunk(self.model.args, dtype, free_gpu_memory(self.device))
 
     def make_watched(self) -> None:
         """Allocate the Details that a watched step writes."""

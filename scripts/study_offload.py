@@ -5,9 +5,8 @@
 
 The model reads a text once while its routing is recorded. Then expert caches replay the
 record, one token per step as in decoding: `offload.cache.ExpertCache` (lru), a cache that
-keeps the most used experts, lru with one expert a layer prefetched, and Belady's policy,
-which knows the future: the upper bound without prefetching. These are figures 1 and 2 of
-Eliseev & Mazur 2023 for any converted checkpoint.
+keeps the most used experts, and Belady's policy, which knows the future: the upper bound.
+These are figures 1 and 2 of Eliseev & Mazur 2023 for any converted checkpoint.
 Default: the embedded model and its held-out text. --output_dir also draws the figures,
 --profile writes how often each expert was chosen.
 """
@@ -40,8 +39,8 @@ from tokenizer import load_tokenizer
 
 LAYERS_AHEAD = 1, 2, 10  # as in the paper
 SHOWN_TOKENS = 64  # in offload_experts.png
-INK, GREY, COLORS = "#1a1a1a", "#767676", ("#0b5fa5", "#c4561a", "#767676", "#2f7d32")
-POLICIES = "lru", "kept", "belady", "prefetch"
+INK, GREY, COLORS = "#1a1a1a", "#767676", ("#0b5fa5", "#c4561a", "#767676")
+POLICIES = "lru", "kept", "belady"
 
 
 # Recording ----------------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ def record(model: Transformer, ids: list[int]) -> tuple[Tensor, Tensor, dict[int
     """Run the model over ids -> expert_indices, expert_weights [L, T, A], predictions.
 
     L counts the layers with experts. predictions: number of layers ahead -> all experts in
-    the order of prefetching, [L - ahead, T, E].
+    the order of their scores, [L - ahead, T, E].
     """
     layers, hidden = moe_layers(model), []
     hooks = [
@@ -96,14 +95,11 @@ def replay(
     experts: int,
     slots: int,
     policy: str,
-    predicted: list[list[int]] | None = None,
 ) -> tuple[int, list[set[int]]]:
     """Replay one layer's steps of A experts each -> hits, and the cached experts before each step.
 
     policy: "lru"; "belady": evict the expert whose next use is furthest away; "kept": evict none,
-    the most used ones of all steps are cached; "prefetch": lru, and the likeliest of the A experts
-    that are predicted of a step is copied before it, if it is not cached. predicted: of each step,
-    the likeliest first; None: nothing is prefetched.
+    the most used ones of all steps are cached.
     """
     uses = [[n for n, step in enumerate(steps) if expert in step] for expert in range(experts)]
     cached = list(range(slots))
@@ -116,10 +112,6 @@ def replay(
         return uses[expert][later] if later < len(uses[expert]) else float("inf")
 
     for now, step in enumerate(steps):
-        likely = predicted[now][: len(step)] if predicted and policy == "prefetch" else []
-        for expert in [expert for expert in likely if expert not in cache.slot][:1]:
-            cache.replace(expert, likely)
-            cache.use(expert)
         before.append(set(cache.slot))
         hits += sum(expert in cache.slot for expert in step)
         for expert in step if policy != "kept" else ():
@@ -136,20 +128,14 @@ def replay(
     return hits, before
 
 
-def hit_ratios(chosen: Tensor, experts: int, ahead: Tensor | None) -> dict[str, dict[int, float]]:
-    """chosen [L, T, A] -> hits / chosen experts, by policy and by R from A to E.
-
-    ahead: predictions of all layers but the first one.
-    """
-    active = chosen.shape[-1]
-    predicted = [None, *(ahead.tolist() if ahead is not None else ())]
-    layers = list(zip(chosen.tolist(), predicted, strict=True))
+def hit_ratios(chosen: Tensor, experts: int) -> dict[str, dict[int, float]]:
+    """chosen [L, T, A] -> hits / chosen experts, by policy and by R from A to E."""
+    active, layers = chosen.shape[-1], chosen.tolist()
     ratios: dict[str, dict[int, float]] = {}
     for policy in POLICIES:
         ratios[policy] = {}
         for slots in range(active, experts + 1):
-            how = experts, slots, policy
-            hits = sum(replay(steps, *how, likely)[0] for steps, likely in layers)
+            hits = sum(replay(steps, experts, slots, policy)[0] for steps in layers)
             ratios[policy][slots] = hits / chosen.numel()
     return ratios
 
@@ -178,7 +164,7 @@ def study(model: Transformer, ids: list[int]) -> tuple[dict, Tensor, Tensor]:
         "layers": len(chosen),
         "experts": model.args.n_expert,
         "active": model.args.n_active,
-        "hit_ratio": hit_ratios(chosen, model.args.n_expert, predictions.get(1)),
+        "hit_ratio": hit_ratios(chosen, model.args.n_expert),
         "recall": {ahead: recall(chosen, order) for ahead, order in predictions.items()},
     }
     return found, chosen, weights

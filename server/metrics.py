@@ -19,7 +19,6 @@ EXPERT_METRICS = {
     "hits": ("expert_hits", "Expert cache hits, one per expert, layer and forward pass."),
     "misses": ("expert_misses", "Expert cache misses that were copied."),
     "on_cpu": ("expert_on_cpu", "Expert cache misses that the CPU multiplied."),
-    "prefetched": ("expert_prefetched", "Experts copied before their layer ran."),
     "bytes": ("expert_bytes", "Bytes of experts copied from host memory."),
 }
 

@@ -38,6 +38,7 @@ from ops.launch import KernelError, can_launch, compile_only
 from ops.plain import attention
 from ops.step import draft_check
 from runtime.fused_layer import fused_layers
+from runtime.fused_prompt import PromptRunner
 from runtime.sampling import StepState
 from runtime.verification import ACCEPT_STREAM
 from tp import ModelShard
@@ -146,6 +147,17 @@ def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span
         note(found, f"{work}, layer {number}", run)
 
 
+def run_prompt(model: Transformer, found: Found, count: int) -> None:
+    """Run each layer that has a prompt's kernels on a chunk of this many tokens."""
+    x, normed, context = model.begin(ids(1, count), Chunk(ids(1), count))
+    runner = PromptRunner(
+        model, {id(block): layer for block, layer in fused_layers(model).items()}, None
+    )
+    for number, layer in enumerate(runner.layers.values()):
+        run = partial(layer.forward, x, normed, context, model.norm)
+        note(found, f"chunk of {count}, layer {number}", run)
+
+
 def run_pass(model: Transformer, found: Found, rows: int, drafts: int) -> None:
     """Run what a pass of several sequences has beside the model."""
     V, size, numbers = model.args.vocab_size, (rows, 1), {"dtype": torch.float32}
@@ -171,6 +183,8 @@ def compile_case(case: str, quick: bool) -> Found:
             row = ids(1)
             run_blocks(model, found, f"prompt of {count}", ids(1, count), Chunk(row, count))
         launches = can_launch(model.norm.weight)
+        if launches:
+            run_prompt(model, found, PROMPTS[-1])
         few = (FEW[:1] if quick else FEW) if launches else ()
         for shape in PASSES if launches else ():
             run_pass(model, found, *shape)

@@ -69,7 +69,7 @@ from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.gqa_settings import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
-from ops.declared import AttentionAdditions
+from ops.declared import SWIGLU, Activation, AttentionAdditions
 from ops.plain import norms
 from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
@@ -277,16 +277,23 @@ def overwritten(ptx: str) -> int:
 
 
 def grouped_code(
-    name: str, experts: int, rows: int, dtype: torch.dtype, scale: str | None = None
+    name: str,
+    experts: int,
+    rows: int,
+    dtype: torch.dtype,
+    scale: str | None = None,
+    activation: Activation | None = None,
 ) -> dict:
     """Return counts of the kernel's machine code for `experts` with `rows` rows each.
+
+    activation: of the outputs, in the kernel's epilogue.
 
     An MMA has a number of columns, and its left operand in registers or in shared memory.
     """
     group = FORMATS[name].choose_group(1024, None)
     x, ends, parts = case(name, (rows,) * experts, 192, 1024, dtype, group, scale)
     given = x, ends, parts, FORMATS[name].kind, FORMATS[name].bits, group
-    found = launched_code(lambda: grouped_gemm(*given))["_grouped"]
+    found = launched_code(lambda: grouped_gemm(*given, activation=activation))["_grouped"]
     products = re.findall(r"HG?MMA\.(?:64x)?(\d+)\S+ R\d+, (\w+)", found.asm["sass"])
     return {
         "bytes": len(found.asm["cubin"]),
@@ -601,14 +608,16 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     experts, places, host, pool, parts = fetch_case(sizes)
     want = pool.clone()
     expert_paging.fetch_plainly(experts, places, host, want, parts)
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts)
+    # Two programs an expert: each copies several chunks of the second of BLOBS.
+    expert_paging.fetch_by_kernel(experts, places, host, pool, parts, 2)
     return torch.equal(pool, want)
 
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
     args = fetch_case(BLOBS[1])
-    asm = launched_code(lambda: expert_paging.fetch_by_kernel(*args))["_fetch"].asm["sass"]
+    code = launched_code(lambda: expert_paging.fetch_by_kernel(*args, expert_paging.PROGRAMS))
+    asm = code["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
 
@@ -1544,11 +1553,18 @@ def grouped_diagonal_errors() -> dict[str, float]:
 
 
 def grouped_diagonal_codes() -> dict[str, dict]:
-    """Return the machine code's counts of one case for each format: few rows, or many."""
-    cases = itertools.cycle(((8, 1), (2, 300)))
+    """Return the machine code's counts of one case for each format: few rows, or many.
+
+    The results of half of the formats are activated.
+    """
+    shapes = (8, 1), (2, 300)
+    activated = itertools.cycle(itertools.product((SWIGLU, None), shapes))
+    cases = itertools.cycle(shapes)
     return {
-        f"{name}, {experts} experts, {rows} rows": grouped_code(name, experts, rows, torch.bfloat16)
-        for name, (experts, rows) in zip(FORMATS, cases, strict=False)
+        f"{name}, {experts} experts, {rows} rows": grouped_code(
+            name, experts, rows, torch.bfloat16, activation=activation
+        )
+        for name, (activation, (experts, rows)) in zip(FORMATS, activated, strict=False)
     } | {
         f"{name} with scales in {scale}, {experts} experts, {rows} rows": grouped_code(
             name, experts, rows, torch.bfloat16, scale

@@ -39,9 +39,7 @@ ASKS = (8, 3, 1, 2, 40), (5, 5, 4, 3, 1030)  # E, R, T, A, D
 def place_differences() -> int:
     """Count the calls, of 36 a shape, in which kernel and plain PyTorch differ."""
     wrong, generator = 0, torch.Generator().manual_seed(0)
-    expert_paging.TRIED = 5
     for E, R, P in PLACED:
-        prefetches = R < E
         caches = [DeviceExpertCache(E, range(R), CPU) for _ in range(2)]
         for call in range(36):
             copies = torch.randint(0, 3, (3,), generator=generator).minimum(torch.arange(3))
@@ -50,9 +48,8 @@ def place_differences() -> int:
             # -1 and E are experts of other ranks.
             chosen = torch.randint(-1, E + 1, (P,), generator=generator)
             places = expert_paging.place_plainly, expert_paging.place_by_kernel
-            how = R, prefetches and call % 4 == 3  # a prediction
             found = [
-                [*function(chosen, cache.table(call % 3 > 0, prefetches), *how), *cache.buffers()]
+                [*function(chosen, cache.table(call % 3 > 0), R), *cache.buffers()]
                 for function, cache in zip(places, caches, strict=True)
             ]
             wrong += not all(map(torch.equal, *found))
@@ -112,12 +109,10 @@ def model_errors(family: str, format: str) -> dict:
             model = small_model(family, format)
             offload_model(model, 2 * model.args.n_active)
             set_copies(offloaded_layers(model), copies)
-            for layer in offloaded_layers(model):
-                layer.prefetches = copies[-1] > 0
             got = run(model, FusedOffloadRunner(model), calls)
             found["errors"].append(relative(got, want))
             counts = expert_counters(model)
-            names = ("hits", "misses", "on_cpu", "prefetched")
+            names = ("hits", "misses", "on_cpu")
             found["counts"] = [sum(each[name] for each in counts) for name in names]
     return found
 
@@ -141,8 +136,6 @@ def spills() -> dict[str, int]:
 
     def launch() -> None:
         expert_paging.place_by_kernel(ids[0], cache.table(True), 64)
-        for predicted in (False, True):
-            expert_paging.place_by_kernel(ids[0], cache.table(True, True), 64, predicted)
         with mock.patch.object(cpu_share, "can_launch", lambda x: True):
             cpu_share.ask(x, ids, ids, weights, box, 64, 256)
             cpu_share.answer(x.float(), box, torch.bfloat16, x)

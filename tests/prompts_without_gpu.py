@@ -8,11 +8,13 @@ import torch
 from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
-from model import Chunk
+from model import Chunk, group_by_expert
 from ops.attention.prompt_attention import attend_prompt
+from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_dense import multiply_unpacked
+from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
 from runtime.fused_layer import fused_layers
 from runtime.fused_prompt import PromptRunner
@@ -38,7 +40,8 @@ def prompt_errors(
                 state.reset()
             assert runner is None or len(runner.layers) == layers
             logits, row = [], torch.tensor([0], device=device)
-            for begin, end in ((0, 40), (40, 73)):
+            # On a GPU dense packed weights of the second chunk are unpacked (MANY_ROWS).
+            for begin, end in ((0, 40), (40, 73 if device == "cpu" else 121)):
                 tokens = torch.arange(begin, end, device=device).unsqueeze(0) * 7 % 32
                 options = dict(all_positions=True, runner=runner)
                 logits.append(model(tokens, Chunk(row, end), **options)[0])
@@ -59,14 +62,36 @@ def reorders_rows(format: str) -> bool:
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
 
 
-def product_error(format: str, tile: PromptTile) -> float:
+def unpacking_error(format: str, dtype: torch.dtype = torch.float16) -> float:
+    """Compare the product of a dense weight that `_unpack` unpacks with one of `Format.unpack`."""
+    out, width, own = 40, 768, FORMATS[format]
+    group = own.default_group(width)
+    spec = {"format": format, "group_size": group}
+    parts = pack_weight(torch.randn(1, out, width), spec, torch.device("cpu"))
+    x = torch.randn(5, width).to(dtype)
+    got = multiply_unpacked(own.grouped_order(x, group), parts, own.kind, own.bits, group)
+    want = x.double() @ own.unpack(parts, group)[0].double().T
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
+    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair."""
+    scores = torch.randn(tokens, n_expert - 1)
+    indices = scores.topk(active).indices
+    found = group_pairs(indices, n_expert)
+    return all(a.equal(b) for a, b in zip(found, group_by_expert(indices, n_expert), strict=True))
+
+
+def product_error(format: str, tile: PromptTile, activation: Activation | None = None) -> float:
     """Compare a product of experts' rows, taken from tokens, with one of unpacked weights.
 
-    format: "plain", or the name of one.
+    format: "plain", or the name of one. activation: of the outputs with a bias, its results in
+    another order.
     """
     sizes, out, width, active = (5, 0, 30), 200, 512, 2
     ends, pairs = torch.tensor(sizes).cumsum(0).int(), torch.randperm(sum(sizes))
-    x, weight = torch.randn(sum(sizes), width).half(), torch.randn(len(sizes), out, width)
+    x = torch.randn(sum(sizes), width).half()
+    weight = torch.randn(len(sizes), out, width) / width**0.5
     product = {"codes": weight.half()}, "plain", 16, 1
     if format != "plain":
         own, group = FORMATS[format], FORMATS[format].default_group(width)
@@ -74,9 +99,17 @@ def product_error(format: str, tile: PromptTile) -> float:
         parts = pack_weight(weight, spec, torch.device("cpu"))
         weight = own.unpack(parts, group)[..., column_order(format, group, width, x.device)]
         product = parts, own.kind, own.bits, group
-    got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile)
+    results, bias = {}, torch.zeros(len(sizes), out)
+    if activation:
+        bias = torch.randn(len(sizes), out).half()
+        columns = torch.randperm(out // 2 if activation.gated else out).int()
+        results = dict(activation=activation, bias=bias, columns=columns)
+    got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile, **results)
     rows = x[pairs // active].float().split(sizes)
-    want = torch.cat([rows @ w.float().T for rows, w in zip(rows, weight, strict=True)])
+    want = [rows @ w.float().T for rows, w in zip(rows, weight, strict=True)]
+    want = torch.cat([y + own for y, own in zip(want, bias.float(), strict=True)])
+    if activation:
+        want = activate_rows(want, activation, columns=columns)
     return relative(got, want)
 
 

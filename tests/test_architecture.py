@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -313,13 +313,31 @@ def test_a_file_of_ops_is_short(name):
     assert len(OPS[name].read_text().splitlines()) <= MAX_LINES
 
 
-@for_each(OPS)
-def test_kernels_have_few_parameters(name):
-    for node in ast.walk(tree(OPS[name])):
+def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield the kernels of a module, and their helpers."""
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            is_kernel = any(text.split("(")[0] == "jit" for text in decorators)
-            assert not is_kernel or len(node.args.args) <= MAX_PARAMETERS, node.name
+            if any(text.split("(")[0] == "jit" for text in decorators):
+                yield node
+
+
+@for_each(OPS)
+def test_kernels_have_few_parameters(name):
+    for node in kernels(tree(OPS[name])):
+        assert len(node.args.args) <= MAX_PARAMETERS, node.name
+
+
+def returns_a_value(statement: ast.stmt) -> bool:
+    return any(isinstance(n, ast.Return) and n.value for n in ast.walk(statement))
+
+
+@for_each(OPS)
+def test_no_statement_follows_a_kernels_if_that_returns_a_value(name):
+    """Triton compiles it, for the kinds that the `if` is for, too: `else` is for the others."""
+    for node in kernels(tree(OPS[name])):
+        early = [n for n in node.body[:-1] if isinstance(n, ast.If) and returns_a_value(n)]
+        assert not early, f"{node.name}, line {early[0].lineno}"
 
 
 # What happens at import ---------------------------------------------------------------------------

@@ -255,6 +255,19 @@ def test_long_prompts_run_in_chunks_between_steps():
     assert waits == 3 and calls == [0, 0, 1]  # a short prompt runs in steps of its own
 
 
+def test_only_a_prompt_alone_runs_in_long_chunks(monkeypatch):
+    """Beside a running answer a prompt's chunk is a pause of that."""
+    session, sizes = Session(make_model(), 256, SessionOptions(batch=2)), []
+    session.prefill_chunk, start_row = 8 * SHARED_CHUNK, session.start_row
+    note = lambda *given: (sizes.append(given[-1]), start_row(*given))[1]  # noqa: E731
+    monkeypatch.setattr(session, "start_row", note)
+    batch = Batch(session)
+    for token in (5, 6):
+        batch.start([token] * 20, 4, GREEDY)
+        batch.prefill()
+    assert sizes == [8 * SHARED_CHUNK, SHARED_CHUNK]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prepare_runs_chunks_of_prompts_and_forgets_them(kind, monkeypatch):
     """The second chunk reads the first one's cache: no request is the first to do that."""

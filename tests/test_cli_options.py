@@ -14,7 +14,7 @@ from cli import generate_options, model_name, options, quantize_options, train_o
 from cli.parser import Parser
 from formats import FORMATS, PLAIN, kv_cache, quantizer
 from offload import plan
-from runtime import draft_vocab, sampling, session_steps, speculation
+from runtime import draft_vocab, memory, sampling, speculation
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def test_choices_are_those_of_the_modules_that_implement_them():
     assert tuple(quantizer.DTYPES) == options.DTYPES
     assert options.DTYPES == ("bf16", "fp16", "fp32")
     assert set(options.DTYPES) <= set(checkpoint.DTYPES)
-    assert options.PREFILL_CHUNK == session_steps.PREFILL_CHUNK
+    assert options.PREFILL_CHUNK == memory.PREFILL_CHUNK
     assert generate_options.DRAFT_TOKENS == speculation.DRAFT_TOKENS
     assert generate_options.DRAFT_VOCAB == draft_vocab.DRAFT_VOCAB
     defaults = asdict(sampling.Sampling())

@@ -17,7 +17,7 @@ from offload import plan
 from offload.plan import OffloadSettings, check_plan_fits, choose_slots
 from ops.plain.attention import BLOCK
 from runtime.loading import WeightLoader
-from runtime.memory import cache_bytes
+from runtime.memory import cache_bytes, choose_chunk
 from tp import ModelShard
 
 GB = 10**9
@@ -119,6 +119,12 @@ class FakeCUDA:
         properties = argparse.Namespace(is_integrated=integrated)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         self.type, self.index = "cuda", None
+
+
+@pytest.mark.parametrize(("free", "tokens"), ((1, 2048), (3, 4096), (6, 8192)))
+def test_chunks_of_prompts_are_as_long_as_memory_allows(free, tokens):
+    """8,192 tokens of Qwen3-30B-A3B have 1.4 GB of activations, a quarter of what must be free."""
+    assert choose_chunk(architecture("Qwen3-30B-A3B"), torch.bfloat16, free * GB) == tokens
 
 
 class ReadError(Exception):

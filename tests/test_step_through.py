@@ -4,7 +4,8 @@
 
 Put `breakpoint()` into a kernel, or a breakpoint of an editor: a kernel then is Python, which runs
 its programs one after the other. Without TRITON_INTERPRET=1 all are skipped. The layers are small,
-in fp16, and compared with the modules of model.py; other tests have more cases of each.
+in fp16, and compared with the modules of model.py; other tests have more cases of each. With
+CHECK_BOUNDS=1 every address is checked, too.
 """
 
 import os
@@ -17,22 +18,27 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels as Python", allow_module_level=True)
 pytest.importorskip("triton", reason="ops/ needs triton")
 
+from formats import FORMATS
 from model import Context, KVCache
 from models.layers.short_conv import ShortConv
+from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt_weights import PromptTile
 from tests import interpreter
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
     attention_error,
+    groups_pairs,
     product_error,
     prompt_errors,
     reorders_rows,
+    unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
 
 interpreter.prepare()
 
+UNPACKED_QUICKLY = "fp8b", "q6_k"
 FORMAT = "fp8"  # its products need no inline assembly, which the interpreter has not
 
 
@@ -134,16 +140,45 @@ def test_rows_are_put_into_the_order_of_a_product(format):
 
 
 @pytest.mark.parametrize(
-    ("format", "tile"),
+    ("format", "tile", "activation"),
     (
-        ("int4", PromptTile(64, 64, 128, 4, near=2)),
-        ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16)),
-        ("plain", PromptTile(16, 32, 64, 4, near=1)),
+        ("int4", PromptTile(64, 64, 128, 4, near=2), None),
+        ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
+        ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
+        pytest.param("int8", PromptTile(64, 64, 128, 4), RELU_SQUARED, marks=pytest.mark.slow),
+        pytest.param("fp8b", PromptTile(64, 64, 128, 4), SWIGLU, marks=pytest.mark.slow),
     ),
 )
-def test_a_prompts_product_of_tokens(format, tile):
-    """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack."""
-    assert product_error(format, tile) < 1e-3
+def test_a_prompts_product_of_tokens(format, tile, activation):
+    """Rows of tokens, an expert's last rows, groups of outputs side by side of which some lack.
+
+    The activation of gate and up, with their bias, in the order of the next product.
+    """
+    assert product_error(format, tile, activation) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(name, marks=() if name in UNPACKED_QUICKLY else pytest.mark.slow)
+        for name, format in FORMATS.items()
+        if format.kind
+    ],
+)
+def test_a_dense_weight_is_unpacked_for_the_library(format):
+    assert unpacking_error(format) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "active", "n_expert"),
+    (
+        (33, 1, 3),
+        (1100, 8, 16),  # three programs an expert
+        pytest.param(33000, 2, 4, marks=pytest.mark.slow),  # 17
+    ),
+)
+def test_pairs_are_grouped_by_expert(tokens, active, n_expert):
+    assert groups_pairs(tokens, active, n_expert)
 
 
 @pytest.mark.parametrize(

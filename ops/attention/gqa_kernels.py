@@ -30,9 +30,10 @@ def find_parts(positions, sequence, s: tl.constexpr):
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
     if not s.appends:
         return start, first, start + s.queries, tl.num_programs(2)
-    blocks = (start - first + s.tile.block - 1) // s.tile.block
-    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
-    return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
+    else:
+        blocks = (start - first + s.tile.block - 1) // s.tile.block
+        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+        return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
 @jit

@@ -235,7 +235,8 @@ def _convert(entries, dtype: tl.constexpr):
     """Convert codes to the dtype of a product; for bf16 without the slow conversion instruction."""
     if entries.dtype == tl.int8 and dtype == tl.bfloat16:
         return signed_bytes(entries.to(tl.int16))
-    return entries.to(dtype)
+    else:
+        return entries.to(dtype)
 
 
 @jit

@@ -8,6 +8,9 @@ Codes are loaded as units of 16 bits (ops/products/units.py). Only the left oper
 can come from registers, so packed weights are the left operand and the sums are transposed at the
 end. Formats are in formats/; tests compare the kernel with their `unpack`.
 
+Gate and up of experts are one product, whose result is the activation of both: a tile has rows of
+gate and of up side by side.
+
 Letters: N rows of x, E experts. A tile has BM rows of x and BN outputs; a step covers BK numbers
 along `in`.
 """
@@ -19,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
-from ops.launch import can_launch, fit, jit, launch, tl, triton, try_kernels
+from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
+from ops.products.codes import activate
 from ops.products.prompt_weights import (
     PromptSettings,
     PromptTile,
@@ -43,31 +48,22 @@ GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses o
 
 
 @jit
-def _find_expert(tile, group_ends, s: tl.constexpr):
-    """Find a tile's expert; E if there is none. Also return the arguments of `_find_rows`.
+def _find_rows(tile, group_ends, s: tl.constexpr):
+    """Return a tile's expert, its first row of x, and the end of the expert's rows.
 
-    Each expert has the tiles that its rows need; the next expert's tiles follow them.
+    Expert e has the tiles from starts[e] // BM + e on, as many as its rows may need: the next
+    expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
+    one tile an expert has no rows.
     """
     E: tl.constexpr = s.E
-    BINS: tl.constexpr = s.experts_pow2
     BM: tl.constexpr = s.tile.rows
-    experts = tl.arange(0, BINS)
+    experts = tl.arange(0, s.experts_pow2)
     ends = tl.load(group_ends + experts, mask=experts < E, other=0)
-    starts = tl.load(group_ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    tiles = (tl.maximum(ends - starts, 0) + BM - 1) // BM
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum(((last <= tile) & (experts < E)).to(tl.int32))
-    return expert, (experts, starts, ends, tiles, last)
-
-
-@jit
-def _find_rows(tile, expert, groups, s: tl.constexpr):
-    """Return the first row of x of a tile, and the end of the expert's rows."""
-    BM: tl.constexpr = s.tile.rows
-    experts, starts, ends, tiles, last = groups
-    mine = experts == expert
-    tile -= tl.sum(tl.where(mine, last - tiles, 0))
-    return tl.sum(tl.where(mine, starts, 0)) + tile * BM, tl.sum(tl.where(mine, ends, 0))
+    before = (ends // BM + experts < tile) & (experts < E)
+    expert = tl.sum(before.to(tl.int32))
+    start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(group_ends + expert, mask=expert < E, other=0)
+    return expert, start + (tile - start // BM - expert) * BM, end
 
 
 @jit
@@ -102,18 +98,58 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
 
 
 @jit
-def _store_tile(y, sums, scale, rows, present, n, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Store the sums of outputs n [BN]. scale: of the expert's rows, for int8, fp8 and nvfp4."""
-    OUT: tl.constexpr = s.out
+def _find_outputs(block, columns, s: tl.constexpr):
+    """Return which results a block computes, and the rows of the weight that its tile has.
+
+    Results are [BN], or of gate and up [BN / 2]. Of these each 8 rows of gates precede their 8 rows
+    of ups: a lane has the sums of both, since a tensor core's result has rows 8 apart in a lane.
+    """
+    BN: tl.constexpr = s.tile.outputs
+    n = tl.arange(0, BN)
+    result, shift = n, 0
+    if s.gated:
+        result, shift = n // 16 * 8 + n % 8, n // 8 % 2 * s.results
+    row = tl.minimum(block * s.block + result, s.results - 1)
+    if columns is not None:
+        row = tl.load(columns + row)
+    return block * s.block + tl.arange(0, s.block), row + shift
+
+
+@jit
+def _activate_tile(sums, s: tl.constexpr):
+    """Return the activation of the sums [BM, BN], of which `_find_outputs` gives the order."""
+    KIND: tl.constexpr = s.activation.kind
+    if s.gated:
+        BM: tl.constexpr = sums.shape[0]
+        both = tl.reshape(sums, [BM, s.tile.outputs // 16, 2, 8])
+        gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
+        h = activate(gate, up, KIND, s.activation.limit, s.activation.alpha)
+        return tl.reshape(h, [BM, s.block])
+    else:
+        return activate(sums, sums, KIND, s.activation.limit, s.activation.alpha)
+
+
+@jit
+def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Store the results of sums of rows n [BN] of all experts' weights.
+
+    at: which rows of y [BM, 1], whether these are present, and which numbers of a row.
+    """
     KIND: tl.constexpr = s.kind
+    rows, present, results = at
     sums = tl.trans(sums) if s.packed else sums
     factor = None
-    if s.row_scaled:
-        factor = tl.load(scale + tl.minimum(n, OUT - 1)).to(tl.float32)[None, :]
+    if s.row_scaled:  # int8, fp8 and nvfp4
+        scale = weights.scale_step if KIND == "nvfp4" else weights.scale
+        factor = tl.load(scale + n).to(tl.float32)[None, :]
     if KIND != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, KIND, DTYPE)
-    place = y + rows.to(tl.int64) * OUT + n[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (n < OUT)[None, :])
+    if bias is not None:
+        sums += tl.load(bias + n).to(tl.float32)[None, :]
+    if s.activation is not None:
+        sums = _activate_tile(sums, s)
+    place = y + rows.to(tl.int64) * s.results + results[None, :]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=present & (results < s.results)[None, :])
 
 
 @jit
@@ -125,16 +161,17 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     GROUP: tl.constexpr = s.group
     BN: tl.constexpr = s.tile.outputs
     BK: tl.constexpr = s.tile.numbers
-    x, y, weights, third, pairs = tensors
+    x, y, weights, third, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
     present = rows < end
     x_rows = rows.to(tl.int64)
     if pairs is not None:
         x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
-    n = block * BN + tl.arange(0, BN)
-    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(n, OUT - 1)[:, None]
-    scale_rows = expert * tl.cdiv(OUT, GROUP) + tl.minimum(n, OUT - 1)[:, None] // GROUP
+    results, outputs = _find_outputs(block, columns, s)
+    n = expert.to(tl.int64) * OUT + outputs
+    weight_rows = n[:, None]
+    scale_rows = expert * tl.cdiv(OUT, GROUP) + outputs[:, None] // GROUP
     sums = tl.zeros([BN, BM] if s.packed else [BM, BN], tl.float32)
     fetched = None
     if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
@@ -151,24 +188,21 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
             sums = _multiply_fields(sums, numbers, x_tile, s)
         else:
             sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
-    scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
-    if s.row_scaled:
-        scale += expert.to(tl.int64) * OUT
-    _store_tile(y, sums, scale, rows, present, n, s, DTYPE)
+    _store_tile(y, sums, weights, bias, n, (rows, present, results), s, DTYPE)
 
 
 # Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
-# BN outputs, in steps of BK numbers along `in`. T is an upper bound of the tiles of all experts.
+# BN outputs, in steps of BK numbers along `in`. T is the number of tiles of all experts, of which
+# some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
-def _grouped(x, y, group_ends, weights, third, pairs, s: tl.constexpr):
+def _grouped(x, y, group_ends, weights, third, pairs, columns, bias, s: tl.constexpr):
     BM: tl.constexpr = s.tile.rows
     TAIL: tl.constexpr = s.tile.tail
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    expert, groups = _find_expert(tile, group_ends, s)
-    if expert < s.E and block * s.tile.outputs < s.out:
-        first, end = _find_rows(tile, expert, groups, s)
-        tensors = (x, y, weights, third, pairs)
+    expert, first, end = _find_rows(tile, group_ends, s)
+    if first < end and block * s.block < s.results:
+        tensors = (x, y, weights, third, pairs, columns, bias)
         if TAIL < BM:
             if end - first <= TAIL:
                 _compute_tile(tensors, expert, first, end, block, TAIL, s)
@@ -235,6 +269,9 @@ def grouped_gemm(
     *,
     pairs: Tensor | None = None,
     active: int = 1,
+    activation: Activation | None = None,
+    bias: Tensor | None = None,
+    columns: Tensor | None = None,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
@@ -243,14 +280,24 @@ def grouped_gemm(
     this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
     For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
 
-    pairs int64 [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies tokens
-    for each expert. tile: replaces `choose_prompt_tile`.
+    pairs, integers [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies
+    tokens for each expert.
+
+    activation: of the outputs, which is the result. One with a gate takes the first half of them as
+    gates and the second half as ups -> [N, out / 2]. bias [E, out] is added before. columns int32
+    [out or out / 2]: the order of a result's numbers, that of the next product's x; None: as they
+    are. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     N = N if pairs is None else len(pairs)
-    y = x.new_empty(N, out)
+    results = out // 2 if activation and activation.gated else out
+    y = x.new_empty(N, results)
+    if bias is not None:
+        check_shapes(bias=(bias, (E, out)))
+    if columns is not None:
+        check_shapes(columns=(columns, (results,)))
     tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, third, pairs
+    given = x.contiguous(), y, group_ends, tensors, third, pairs, columns, bias
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width)
@@ -259,15 +306,15 @@ def grouped_gemm(
         tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
             dict(warps=t.warps, stages=t.stages),
         )
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
     assert isinstance(s, PromptSettings)
-    tiles = min(N, triton.cdiv(N, s.tile.rows) + E)
-    grid = grid_of(tiles, triton.cdiv(out, s.tile.outputs), s.tile.near)
+    tiles = triton.cdiv(N, s.tile.rows) + E - 1
+    grid = grid_of(tiles, triton.cdiv(results, s.block), s.tile.near)
     launch(_grouped, grid, *given, settings=s, **options)
     return y
 

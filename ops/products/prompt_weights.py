@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.launch import jit, tl, triton
 from ops.products.units import (
     decode,
@@ -48,6 +49,22 @@ class PromptSettings:
     group: int  # numbers that share a scale
     tile: PromptTile
     active: int = 1  # experts of a token of x
+    activation: Activation | None = None  # applied to outputs
+
+    @property
+    def gated(self) -> bool:
+        """Whether outputs are those of gates, then as many ups."""
+        return self.activation is not None and self.activation.gated
+
+    @property
+    def results(self) -> int:
+        """Numbers of a result's row."""
+        return self.out // 2 if self.gated else self.out
+
+    @property
+    def block(self) -> int:
+        """Results of a tile's row."""
+        return self.tile.outputs // 2 if self.gated else self.tile.outputs
 
     @property
     def packed(self) -> bool:
@@ -275,12 +292,13 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         else:
             number = number * factor - offset
         return number.to(DTYPE)
-    number = decode(units, factor, field, KIND, DTYPE)
-    if KIND == "fp8b" and tl.bfloat16 == DTYPE:
-        number = to_fp32(number)  # the factor has more digits than bf16
-    if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
-        factor = factor.to(tl.float32)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number
-    if KIND == "fp8b" or KIND == "int4":
-        number = (number * factor).to(DTYPE)
-    return number
+    else:
+        number = decode(units, factor, field, KIND, DTYPE)
+        if KIND == "fp8b" and tl.bfloat16 == DTYPE:
+            number = to_fp32(number)  # the factor has more digits than bf16
+        if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
+            factor = factor.to(tl.float32)
+            number = to_fp32(number) if tl.bfloat16 == DTYPE else number
+        if KIND == "fp8b" or KIND == "int4":
+            number = (number * factor).to(DTYPE)
+        return number

@@ -9,15 +9,9 @@ The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
 
     slot      [E]  an expert's slot; R if it is not cached
     last_use  [E]  clock value of its last use
-    counters  [6]  clock, hits, misses, and misses that are not copied; experts that were
-                   prefetched, and how many of these the next call chose. A call with P chosen
+    counters  [4]  clock, hits, misses, and misses that are not copied. A call with P chosen
                    experts adds P to the clock
     copies    [N]  how many of n misses are copied; more misses than N - 1 are all copied
-    prefetched [1] an expert that was prefetched for the next call; -1: none
-
-Before a call, `place` may be given a prediction of it. Then the likeliest expert that is not cached
-is prefetched, unless fewer than a half of those before were chosen: the link is idle while the
-layer before computes, but a useless expert takes the place of another one.
 """
 
 from dataclasses import dataclass
@@ -33,7 +27,6 @@ from ops.step.cpu_share import Mailbox, ask
 # Slots and eviction -------------------------------------------------------------------
 
 MAX_PAIRS = 128  # chosen experts of a call, P
-TRIED = 64  # experts that a layer prefetches whatever they gain
 
 
 class Table(NamedTuple):
@@ -43,7 +36,6 @@ class Table(NamedTuple):
     last_use: Tensor
     counters: Tensor
     copies: Tensor
-    prefetched: Tensor | None = None  # None: nothing is prefetched for this layer
 
 
 @dataclass(frozen=True)
@@ -54,8 +46,6 @@ class Place:
     E: int
     pairs: int  # P
     copies: int  # N
-    predicted: bool  # the chosen experts are a prediction
-    tried: int  # TRIED
 
     @property
     def experts_tile(self) -> int:
@@ -66,19 +56,14 @@ class Place:
         return triton.next_power_of_2(self.pairs)
 
 
-def place_plainly(
-    chosen: Tensor, table: Table, slots: int, predicted: bool = False
-) -> tuple[Tensor, Tensor]:
+def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     """`place`, on the host."""
     slot, last_use, ids = table.slot.tolist(), table.last_use.tolist(), chosen.tolist()
     needed = [expert for expert in dict.fromkeys(ids) if 0 <= expert < len(slot)]
     hits = [expert for expert in needed if slot[expert] < slots]
     misses = [expert for expert in needed if slot[expert] == slots]
     count = len(misses)
-    made, right = table.counters[4:].tolist()
-    if predicted:
-        count = min(count, 1) if made < TRIED or 2 * right >= made else 0
-    elif count < len(table.copies):
+    if count < len(table.copies):
         count = int(table.copies[count])
     cached = [expert for expert in range(len(slot)) if slot[expert] < slots]
     victims = sorted(set(cached) - set(needed), key=last_use.__getitem__)
@@ -89,13 +74,7 @@ def place_plainly(
     for use, expert in enumerate(hits + misses):
         last_use[expert] = clock + use
     found = [slot[expert] if 0 <= expert < len(slot) else slots for expert in ids]
-    if predicted:
-        counts = len(ids), 0, 0, 0, count, 0
-    else:
-        right = table.prefetched is not None and int(table.prefetched) in needed
-        counts = len(ids), len(hits), len(misses), len(misses) - count, 0, right
-    if table.prefetched is not None:
-        table.prefetched.fill_(misses[0] if predicted and count else -1)
+    counts = len(ids), len(hits), len(misses), len(misses) - count
     table.slot.copy_(torch.tensor(slot))
     table.last_use.copy_(torch.tensor(last_use))
     table.counters.add_(torch.tensor(counts).to(table.counters.device))
@@ -130,10 +109,7 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
     misses = tl.sum(miss.to(tl.int32), 0)
     count = misses.to(tl.int64)
-    if s.predicted:
-        made, right = tl.load(counters + 4), tl.load(counters + 5)
-        count = tl.where((made < s.tried) | (2 * right >= made), tl.minimum(count, 1), 0)
-    elif misses < s.copies:
+    if misses < s.copies:
         count = tl.load(table.copies + misses)
     copied = miss & (miss_rank < count)
     old_slot = tl.load(slot + e, mask=e < E, other=SLOTS)
@@ -154,47 +130,34 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr):
     new_use = clock + tl.sum(tl.where(one_hot, use_rank[:, None], 0), 0)
     tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
     tl.store(counters, clock + P)
-    if s.predicted:
-        tl.store(counters + 4, tl.load(counters + 4) + count)
-        tl.store(table.prefetched, tl.max(tl.where(copied, ids, -1), 0))
-    else:
-        hits = tl.sum((is_first & cached).to(tl.int64), 0)
-        tl.store(counters + 1, tl.load(counters + 1) + hits)
-        tl.store(counters + 2, tl.load(counters + 2) + misses)
-        tl.store(counters + 3, tl.load(counters + 3) + misses - count)
-        if table.prefetched is not None:
-            right = tl.max((valid & (ids == tl.load(table.prefetched))).to(tl.int64), 0)
-            tl.store(counters + 5, tl.load(counters + 5) + right)
-            tl.store(table.prefetched, -1)
+    hits = tl.sum((is_first & cached).to(tl.int64), 0)
+    tl.store(counters + 1, tl.load(counters + 1) + hits)
+    tl.store(counters + 2, tl.load(counters + 2) + misses)
+    tl.store(counters + 3, tl.load(counters + 3) + misses - count)
     # An expert that is chosen again has the slot of the first time.
     first = tl.sum(tl.where(same & is_first[None, :], target[None, :], 0), 1)
     tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < P)
     tl.store(targets + p, tl.where(valid, first, SLOTS), mask=p < P)
 
 
-def place_by_kernel(
-    chosen: Tensor, table: Table, slots: int, predicted: bool = False
-) -> tuple[Tensor, Tensor]:
+def place_by_kernel(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     """`place` on a GPU, in one kernel."""
     to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies), predicted, TRIED)
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
     launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
     return to_copy, targets
 
 
-def place(
-    chosen: Tensor, table: Table, slots: int, predicted: bool = False
-) -> tuple[Tensor, Tensor]:
+def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     """Give chosen experts slots and update the table -> experts to copy, and each one's slot.
 
     chosen int64 [P]: experts, at most R = slots different ones; P <= R is enough. Values outside
     0 .. E - 1 (other ranks' experts) are ignored. Return int64 [P], [P]: the expert to copy or -1,
     and the slot of the chosen one, R if it is in none. Hits count as used before misses, each in
     the order of `chosen`. The n-th miss takes the slot of the n-th victim, the least recently used.
-    predicted: `chosen` predicts the next call, the likeliest expert first.
     """
     by_kernel = can_launch(chosen)
-    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots, predicted)
+    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots)
 
 
 # Copies -------------------------------------------------------------------------------
@@ -204,7 +167,7 @@ def place(
 # weights. So a blob of n tensors goes to n places.
 
 CHUNK_WORDS = 4096  # 32-bit words that a program copies at a time: 8 loads of 16 bytes a lane
-PROGRAMS_PER_EXPERT = 512  # 8 MB in flight; bandwidth times latency of the link is 0.1 MB
+PROGRAMS = 512  # that copy an expert: 8 MB in flight; the link's bandwidth times latency is 0.1 MB
 
 
 @dataclass(frozen=True)
@@ -267,14 +230,14 @@ def _address(address: int, device: torch.device) -> Tensor:
 
 
 def fetch_by_kernel(
-    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]
+    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int], programs: int
 ) -> None:
     """`fetch` on a GPU, in one kernel that reads registered host memory itself.
 
     Sizes are multiples of 4 bytes.
     """
     chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
-    grid = min(len(chunks), PROGRAMS_PER_EXPERT), len(experts)
+    grid = min(len(chunks), programs), len(experts)
     s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
     words = pool.view(torch.int32)
     address = _address(host.data_ptr(), pool.device)
@@ -299,15 +262,25 @@ def fetches_by_kernel(host: Tensor, pool: Tensor, layout: list[int]) -> bool:
     return words and can_launch(pool) and host.is_pinned()
 
 
-def fetch(experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]) -> None:
+def fetch(
+    experts: Tensor,
+    slots: Tensor,
+    host: Tensor,
+    pool: Tensor,
+    layout: list[int],
+    programs: int = PROGRAMS,
+) -> None:
     """Copy blob host[experts[p]] into slot slots[p] of the pool, except where the expert is -1.
 
     experts, slots int64 [P]; host uint8 [E, bytes]; pool uint8 [R * bytes]. layout:
     start and size of each tensor in a blob, in bytes, one after the other. The pool has
-    a tensor's slots [R, size] from byte R * start on.
+    a tensor's slots [R, size] from byte R * start on. programs: of a kernel, at most,
+    for each expert. With a few, kernels of other streams run beside it.
     """
-    by_kernel = fetches_by_kernel(host, pool, layout)
-    (fetch_by_kernel if by_kernel else fetch_plainly)(experts, slots, host, pool, layout)
+    if fetches_by_kernel(host, pool, layout):
+        fetch_by_kernel(experts, slots, host, pool, layout, programs)
+    else:
+        fetch_plainly(experts, slots, host, pool, layout)
 
 
 class Found(NamedTuple):

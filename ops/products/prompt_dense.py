@@ -1,0 +1,82 @@
+"""Dense packed weights of a prompt's chunk: unpacked once, then multiplied by the library.
+
+With many tokens the library's product is faster than `_grouped` by more than unpacking takes. The
+weight is a temporary of one product.
+
+Letters: a program unpacks BN rows, and BK numbers of each.
+"""
+
+from __future__ import annotations  # annotations of kernels name triton, which may be absent
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.launch import jit, launch, tl, triton
+from ops.products.prompt_weights import (
+    PromptSettings,
+    PromptTile,
+    load_numbers,
+    load_scales,
+    number_of_field,
+    prompt_operands,
+    weight_field,
+)
+from ops.products.units import finish
+
+# More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
+# were not measured).
+MANY_ROWS = 64
+TILE = PromptTile(1, 16, 512, 4)
+
+
+# Grid [out / BN, in / BK].
+@jit
+def _unpack(weights, third, y, s: tl.constexpr):
+    OUT: tl.constexpr = s.out
+    IN: tl.constexpr = s.width
+    FIELDS: tl.constexpr = s.fields
+    BN: tl.constexpr = s.tile.outputs
+    BK: tl.constexpr = s.tile.numbers
+    KIND: tl.constexpr = s.kind
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    n = tl.program_id(0) * BN + tl.arange(0, BN)[:, None]
+    row, start = tl.minimum(n, OUT - 1).to(tl.int64), tl.program_id(1) * BK
+    unit = start // FIELDS + tl.arange(0, BK // FIELDS)[None, :]
+    inside, fetched, factor = unit < IN // FIELDS, None, None
+    if s.step_scaled:
+        fetched = load_scales(weights, row, start, s)
+    at = (row, row // s.group, unit)
+    numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
+    if s.row_scaled:
+        scale = weights.scale_step if KIND == "nvfp4" else weights.scale
+        factor = tl.load(scale + row).to(tl.float32)
+    for field in tl.static_range(FIELDS):
+        number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
+        if KIND != "fp8b":  # its factor has what its numbers lack
+            number = finish(number, factor, KIND, DTYPE)
+        place = y + row * IN + number_of_field(unit, field, s)
+        tl.store(place, number.to(DTYPE), mask=inside & (n < OUT))
+
+
+def unpack_dense(
+    parts: dict[str, Tensor], kind: str, bits: int, group: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """Dequantize a packed weight [1, out, in] -> [out, in] in `dtype`, 16 bits.
+
+    width: `in`. Numbers of a row are in the order of `Format.grouped_order`.
+    """
+    out = parts["codes"].shape[1]
+    y = torch.empty(out, width, dtype=dtype, device=parts["codes"].device)
+    tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
+    s = PromptSettings(out, width, 1, kind, bits, group, TILE)
+    grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
+    launch(_unpack, grid, tensors, third, y, settings=s, warps=TILE.warps)
+    return y
+
+
+def multiply_unpacked(
+    x: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int
+) -> Tensor:
+    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out]."""
+    return F.linear(x, unpack_dense(parts, kind, bits, group, x.shape[1], x.dtype))
