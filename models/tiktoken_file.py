@@ -57,7 +57,7 @@ def split_name(config: Mapping[str, Any]) -> str:
     name = name or config.get("tokenizer_class")
     known = isinstance(name, str) and SPLITS.get(name.rpartition("--")[2])  # OWNER/NAME--MODULE
     if not known:
-        what = f"{TIKTOKEN} of the tokenizer {name!r:.80}: how that splits a text is not known here"
+        what = f"{TIKTOKEN}: it is not known how the tokenizer {name!r:.80} splits a text"
         raise ValueError(f"{what}; take a repository with tokenizer.json, or a GGUF file")
     return known
 

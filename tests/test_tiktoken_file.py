@@ -155,7 +155,7 @@ def test_known_classes(tmp_path, config):
 def test_an_unknown_split_is_refused_by_name(tmp_path, config):
     name = config["auto_map"] and config["auto_map"]["AutoTokenizer"][0]
     name = name or config.get("tokenizer_class")
-    with pytest.raises(ValueError, match=re.escape(f"of the tokenizer {name!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"how the tokenizer {name!r} splits")):
         load(tmp_path, trained_ranks(), **config)
 
 
@@ -262,7 +262,7 @@ def test_a_model_of_the_hub(hub, published, tmp_path, monkeypatch):
     ("file", "data", "message"),
     [
         (TIKTOKEN, b"damaged", "tiktoken.model: line 1 is not a new token"),
-        ("tokenizer_config.json", b'{"tokenizer_class": "Odd"}', "of the tokenizer 'Odd'"),
+        ("tokenizer_config.json", b'{"tokenizer_class": "Odd"}', "how the tokenizer 'Odd' splits"),
         (TIKTOKEN, None, "no tokenizer that is read"),
     ],
 )
