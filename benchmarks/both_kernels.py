@@ -19,19 +19,16 @@ from copy import deepcopy
 import torch
 
 from benchmarks.cuda_timing import require_gpu
-from benchmarks.decode_speed import measure, read_bandwidth
+from benchmarks.decode_speed import measure, read_bandwidth, token_logits
 from cli.benchmark_options import build_parser as benchmark_parser
 from cli.parser import Parser
-from model import Transformer
 from models.random_weights import (
     RandomWeights,
     architecture,
     first_layers,
     free_memory,
     number_format,
-    random_prompt,
 )
-from runtime.fused_decode import FusedRunner
 from runtime.kernel_choice import fused_runner
 from runtime.loading import load_model
 
@@ -51,23 +48,13 @@ def speed(name: str, mode: str, kernels: str, layers: int | None, bandwidth: flo
     return found
 
 
-def token_logits(model: Transformer, runner: FusedRunner | None) -> torch.Tensor:
-    """Return the logits [CHECKED, V] of tokens that are given one by one; None: plain PyTorch."""
-    model.setup_cache(1, 256)
-    found, last = [], torch.zeros(1, dtype=torch.int64, device="cuda")
-    for n, token in enumerate(random_prompt(model.args, CHECKED)):
-        ids = torch.tensor([[token]], device="cuda"), torch.tensor([[n]], device="cuda")
-        found.append(model(*ids, last, runner=runner).float().flatten())
-    return torch.stack(found)
-
-
-@torch.inference_mode()
 def check(name: str, mode: str, layers: int) -> None:
     """Print by how much of their norm the logits of both differ from those in fp32."""
     args = first_layers(architecture(name), layers)
     model = load_model(RandomWeights(args, number_format(mode, args)), torch.device("cuda"))
-    ours, plain = token_logits(model, fused_runner(model)(model)), token_logits(model, None)
-    exact = token_logits(deepcopy(model).float(), None)
+    ours = token_logits(model, fused_runner(model)(model), CHECKED)
+    plain = token_logits(model, None, CHECKED)
+    exact = token_logits(deepcopy(model).float(), None, CHECKED)
     found = []
     for logits in ours, plain:
         differences = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)

@@ -5,14 +5,14 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
-from model import ModelArgs
+from model import ModelArgs, Transformer
 from models.layers.pending_state import PendingState
 from models.layers.short_conv import ShortConv
 from models.random_weights import (
@@ -26,6 +26,7 @@ from parallel.device import pick_device
 from runtime.compile_ahead import start_compiling
 from runtime.loading import check_decode_kernels, load_model
 from runtime.memory import free_gpu_memory
+from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.weights import bytes_per_token, peak_bytes, stored_bytes
@@ -123,6 +124,27 @@ def time_answers(session: Session, options: argparse.Namespace) -> dict[str, lis
         first.append(times[0])
         process_group.check_same_tokens(session.ids)
     return {"cold": cold, "rates": rates, "first": first}
+
+
+@torch.inference_mode()
+def token_logits(
+    model: Transformer,
+    runner: CompiledRunner | None,
+    count: int,
+    before_each: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Return the logits [count, V] of random tokens that are given one by one.
+
+    runner: None for plain PyTorch. before_each is called before each token.
+    """
+    model.setup_cache(1, 256)
+    found, device = [], model.norm.weight.device
+    last = torch.zeros(1, dtype=torch.int64, device=device)
+    for n, token in enumerate(random_prompt(model.args, count)):
+        before_each()
+        ids = torch.tensor([[token]], device=device), torch.tensor([[n]], device=device)
+        found.append(model(*ids, last, runner=runner).float().flatten())
+    return torch.stack(found)
 
 
 def fill_cache(session: Session, prompts: Sequence[Sequence[int]]) -> None:

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.decode_speed import token_logits
 from cli.parser import Parser
 from generate import EMBEDDED, embedded_checkpoint, expert_traffic, load_model
 from model import Chunk, ModelArgs, Transformer
@@ -210,20 +211,12 @@ def check_logits(
     model: Transformer, kernels: str, routing: ReplayedRouting | None = None
 ) -> Tensor:
     """Return the logits [CHECKED, V] of tokens that are given one by one."""
-    model.setup_cache(1, 256)
-    device = model.norm.weight.device
-    runner, found = choose_runner(model, kernels)(model), []
-    if routing is not None:
-        routing.step = 0
-        routing.replace(runner)
-    with torch.inference_mode():
-        for n, token in enumerate(random_prompt(model.args, CHECKED)):
-            if routing is not None:
-                routing.advance()
-            ids = torch.tensor([[token]], device=device), torch.tensor([[n]], device=device)
-            last = torch.zeros(1, dtype=torch.int64, device=device)
-            found.append(model(*ids, last, runner=runner).float().flatten())
-    return torch.stack(found)
+    runner = choose_runner(model, kernels)(model)
+    if routing is None:
+        return token_logits(model, runner, CHECKED)
+    routing.step = 0
+    routing.replace(runner)
+    return token_logits(model, runner, CHECKED, routing.advance)
 
 
 def prompt_speed(model: Transformer, tokens: int) -> tuple[float, float]:

@@ -24,7 +24,6 @@ class FlintArgs(WindowedArgs):
 
 class FlintTransformer(ScaledRopeTransformer):
     args: FlintArgs
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: FlintArgs, layer: int) -> Block:
         block = Block(args, layer)

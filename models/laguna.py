@@ -84,7 +84,6 @@ class LagunaMoE(SigmoidRoutedMoE):
 
 class LagunaTransformer(LayerRopeTransformer):
     args: LagunaArgs
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: LagunaArgs, layer: int) -> Block:
         block = Block(args, layer)

@@ -15,8 +15,6 @@ HEADS = "num_nextn_predict_layers"
 
 
 class MellumTransformer(LayerRopeTransformer):
-    kernels_ran = False  # as of runtime/kernel_choice.py
-
     def make_block(self, args: LayerRopeArgs, layer: int) -> Block:
         block = Block(args, layer)
         block.attention = LayerRopeAttention(args, layer)

@@ -80,7 +80,6 @@ class LatentMoE(SigmoidRoutedMoE):
 
 class NemotronHTransformer(MambaTransformer):
     args: NemotronHArgs
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: NemotronHArgs, layer: int) -> Block:
         block = MixerBlock(args) if layer in args.mixer_layers else Block(args, layer)

@@ -63,7 +63,7 @@ NARROWER = {
         "models.published_weights",
         "models.tensors",
     },
-    ("models", "tokenizer"): {"models.converter"},
+    ("models", "tokenizer"): {"models.converter", "models.tiktoken_file"},
     **{
         ("runtime", other): {"runtime.loading"}
         | ({"runtime.compile_ahead"} if other == "cli" else set())

@@ -90,9 +90,11 @@ def test_kernels_are_described(monkeypatch):
     assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
     assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
     assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
-    assert describe("LFM2-24B-A2B", "int4", hopper) == "fused (5 of 5 layers)"
     lfm2 = on_meta("LFM2-24B-A2B", "int4")
-    assert choose_runner(lfm2, "auto") is CompiledRunner  # `kernels_ran` is False
+    assert choose_runner(lfm2, "auto") is FusedRunner
+    lfm2.kernels_ran = False  # as a family's class says until a GPU has run its kernels
+    assert choose_runner(lfm2, "auto") is CompiledRunner
+    assert describe_kernels(lfm2, FusedRunner) == "fused (5 of 5 layers)"
     assert describe_kernels(lfm2, CompiledRunner) == "Inductor (no GPU has run its kernels)"
     assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 5
     assert count_fused(on_meta("DeepSeek-V3", "bf16")) == 0  # its dense layers alone have some
