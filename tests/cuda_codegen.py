@@ -318,7 +318,8 @@ def quick_cases() -> Iterator[Case]:
 
 def slow_cases() -> Iterator[Case]:
     """Yield the other cases."""
-    yield from latent_cases("DeepSeek-V2-Lite", 2, KVCache)
+    args = first_layers(ARCHITECTURES["DeepSeek-V2-Lite"], 2)
+    yield "DeepSeek-V2-Lite block KVCache", block, (args, 1024, KVCache)
     yield from latent_cases("DeepSeek-V3", 4, KVCache, Int8KVCache)
     args = first_layers(ARCHITECTURES["OLMoE-1B-7B"], 1)  # it all-reduces in its attention, too
     yield "OLMoE-1B-7B block of 2", block, (args, 256, KVCache, 2)
