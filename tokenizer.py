@@ -255,7 +255,7 @@ class JsonVocabulary:
         self._read_decoder()
 
     def add_tokens(self, tokens: dict[int, dict]) -> None:
-        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `_added_tokens`.
+        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `added_tokens`.
 
         As in transformers, their flags replace those of tokenizer.json, and a token that neither
         has gets the next free id.
@@ -353,7 +353,7 @@ class SentencePieceVocabulary:
         self.strip = self.library.encode("a", out_type=str)[0].startswith("▁")
 
     def add_tokens(self, tokens: dict[int, dict]) -> None:
-        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `_added_tokens`."""
+        """Add the tokens of Hugging Face's `added_tokens_decoder`, see `added_tokens`."""
         for id, token in tokens.items():
             (self.control if token.get("special") else self._added)[token["content"]] = id
             self._known_bytes[id] = b"" if token.get("special") else token["content"].encode()
@@ -390,22 +390,23 @@ class SentencePieceVocabulary:
         return (" ⁇ " if self.library.is_unknown(id) else piece.replace("▁", " ")).encode()
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
+def load_tokenizer(directory: str | Path, made: bytes | None = None) -> Tokenizer:
     """Load `tokenizer.json`, or else `tokenizer.model`, with the Hugging Face files beside it.
 
-    Raises ValueError, one line, if neither exists or a file is invalid.
+    made: a tokenizer.json that the directory lacks, made of its other files. Raises ValueError,
+    one line, if neither exists or a file is invalid.
     """
     directory = Path(directory)
     candidates = [directory / "tokenizer.json", directory / "tokenizer.model"]
-    path = next((path for path in candidates if path.is_file()), None)
+    path = candidates[0] if made else next((each for each in candidates if each.is_file()), None)
     if path is None:
         fetch = "python scripts/download.py --repo_id OWNER/NAME"
         fix = f"copy it from the original, or fetch that again: {fetch}"
         raise ValueError(f"{directory} holds neither tokenizer.json nor tokenizer.model; {fix}")
     kind = JsonVocabulary if path.suffix == ".json" else SentencePieceVocabulary
-    added = _added_tokens(directory)
+    added = added_tokens(directory)
     try:
-        vocabulary = kind(path.read_bytes())
+        vocabulary = kind(made or path.read_bytes())
         vocabulary.add_tokens(added)
     except KeyboardInterrupt:
         raise
@@ -432,7 +433,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-def _added_tokens(directory: Path) -> dict[int, dict]:
+def added_tokens(directory: Path) -> dict[int, dict]:
     """Return the tokens that stand beside a vocabulary: {id: {"content": "<think>", ...}}.
 
     They are `added_tokens_decoder` of tokenizer_config.json, or without it added_tokens.json, whose

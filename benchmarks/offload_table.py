@@ -356,15 +356,23 @@ class Rows:
             )
 
 
-def main() -> None:
+def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/offload_table.py --arch Qwen3.6-35B-A3B --seconds 60",),
+        (
+            "python benchmarks/offload_table.py",
+            "python benchmarks/offload_table.py --arch Qwen3.6-35B-A3B --seconds 60",
+        ),
     )
     known = [case.name for case in CASES]
-    parser.add_argument("--arch", nargs="+", default=known, choices=known, help="of which models")
-    parser.add_argument("--seconds", type=float, default=150.0, help="no model begins later")
-    options = parser.parse_args()
+    parser.add_argument("--arch", nargs="+", default=known, choices=known, help="models (all)")
+    limit = "start no further model after this time (150)"
+    parser.add_argument("--seconds", type=float, default=150.0, metavar="S", help=limit)
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     logging.basicConfig(format="  %(message)s", stream=sys.stdout)
     logging.getLogger("moe_fast").setLevel(logging.DEBUG)
     rows, seconds = Rows(pick_device("auto")), options.seconds

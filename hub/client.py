@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.hf_api import RepoSibling
 from tqdm import tqdm
 
-from checkpoint import SIDE_FILES, read_json
+from checkpoint import SIDE_FILES, TOKENIZER_FILES, read_json
 from cli.files import is_own_file, read_regular
 from cli.log import EscapingFormatter
 from cli.staging import remove
@@ -21,7 +21,9 @@ from hub.disk import RECORDS
 from hub.errors import AGAIN, FAILURES, NoAnswer, asking, describe_error
 from hub.threads import bar_class, in_threads
 from models import args_from_hf
+from models.converter import check_small_files
 from models.quantization import MODELOPT_FILE
+from models.tiktoken_file import TIKTOKEN
 
 INDEX = "model.safetensors.index.json"
 FILES_AT_ONCE = 8
@@ -51,7 +53,7 @@ def wanted(names: list[str]) -> list[str]:
     """Return the files of a repository that a conversion reads.
 
     Skips folders (`original/` has a second copy of the weights) and Mistral's own `consolidated`
-    layout. Raises ValueError for a repository without safetensors or config.json.
+    layout. Raises ValueError for a repository without safetensors, config.json or a tokenizer.
     """
     top = [name for name in names if "/" not in name]
     weights = [
@@ -66,7 +68,10 @@ def wanted(names: list[str]) -> list[str]:
         )
     if "config.json" not in top:
         raise ValueError("the repository holds no config.json; choose one in Hugging Face layout")
-    others = {"config.json", INDEX, MODELOPT_FILE, *SIDE_FILES}
+    if not (tokenizers := {*TOKENIZER_FILES, TIKTOKEN}).intersection(top):
+        found = f"no tokenizer that is read ({', '.join(sorted(tokenizers))})"
+        raise ValueError(f"the repository holds {found}; choose one with it, or a GGUF file")
+    others = {"config.json", INDEX, MODELOPT_FILE, TIKTOKEN, *SIDE_FILES}
     return sorted(weights) + sorted(others & set(names))
 
 
@@ -162,12 +167,19 @@ def fetch(repo_id: str, revision: str | None, directory: Path, token: str | None
     missing = missing_files(repository, directory)
     check_disk(directory, sum(sizes[name] for name in missing))
     # All are of the listed commit: a push during the download cannot mix two versions.
-    for names in (["config.json"], sizes):
+    small = sizes.keys() - repository.weights
+    steps = (["config.json"], check_config), (small, check_small_files), (sizes, None)
+    for names, check in steps:
         snapshot_download(repository, missing.intersection(names), local_dir=directory)
-        missing.discard("config.json")
-        if (directory / "config.json").is_file():
-            args_from_hf(read_json(directory / "config.json"))  # refused before the weights come
+        missing.difference_update(names)
+        if check and (directory / "config.json").is_file():
+            check(directory)  # refused before the weights come
     return sizes
+
+
+def check_config(directory: Path) -> None:
+    """Raise ValueError for a model that is not supported."""
+    args_from_hf(read_json(directory / "config.json"))
 
 
 def snapshot_download(repository: Repository, names: Collection[str], local_dir: Path) -> None:

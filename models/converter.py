@@ -5,13 +5,14 @@ byte is written; values are checked for NaN and infinity on the way.
 """
 
 import dataclasses
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -45,6 +46,7 @@ from models.published_weights import (
 )
 from models.quantization import Published
 from models.tensors import Recipe, Recipes
+from models.tiktoken_file import TIKTOKEN, tiktoken_json
 from tokenizer import load_tokenizer
 
 DOWNLOAD = "python scripts/download.py --repo_id OWNER/NAME"
@@ -312,10 +314,11 @@ def generation_config(directory: Path, config: dict) -> dict:
     return {key: value for key, value in (ids | given).items() if value is not None}
 
 
-def check_side_files(directory: Path, config: dict, vocab_size: int) -> None:
+def check_side_files(directory: Path, config: dict, vocab_size: int) -> dict[str, Any] | None:
     """Raise ValueError for a damaged tokenizer, chat template or generation config.
 
-    Otherwise the damage would show after hours, when text is generated.
+    Otherwise the damage would show after hours, when text is generated. Return the tokenizer.json
+    that is made of tiktoken.model if there is no other tokenizer.
     """
     ids = generation_config(directory, config).get("eos_token_id")
     for id in ids if isinstance(ids, list) else [ids]:
@@ -324,6 +327,23 @@ def check_side_files(directory: Path, config: dict, vocab_size: int) -> None:
             raise ValueError(f"{directory}: {what} (0 to {vocab_size - 1}); fetch its files again")
     if any((directory / name).is_file() for name in TOKENIZER_FILES):
         load_tokenizer(directory).check(vocab_size)
+    elif (directory / TIKTOKEN).is_file():
+        path = directory / "tokenizer_config.json"
+        made = tiktoken_json(directory, read_json(path) if path.is_file() else {}, vocab_size)
+        load_tokenizer(directory, json.dumps(made).encode()).check(vocab_size)
+        return made
+    return None
+
+
+def check_small_files(directory: Path) -> None:
+    """Raise ValueError for what can be known to fail without the weights.
+
+    directory: has config.json and the side files.
+    """
+    config = read_config(directory)
+    family = family_of_config(config)
+    text_config = dict(family.defaults) | family.text_config(config)
+    check_side_files(directory, text_config, family.from_hf(config).vocab_size)
 
 
 def check_source(directory: Path, dtype: str) -> None:
@@ -392,7 +412,7 @@ class Conversion:
         self.plan = ConversionPlan(family, args, self.tensors, published, heads)
         self.left_out = ", ".join(filter(None, (left_out, self.plan.left_out)))
         self.format = self.plan.format(dtype)
-        check_side_files(directory, self.config, args.vocab_size)
+        self.tokenizer = check_side_files(directory, self.config, args.vocab_size)
 
     def layout(self, file: str) -> Layout:
         """Return shape and dtype of the tensors of one file of the plan."""
@@ -421,12 +441,14 @@ class Conversion:
         return format, Packing(format, names, pack.device, pack.iterations)
 
     def write_side_files(self, writer: Writer) -> None:
-        """Copy the tokenizer's files, and write generation_config.json."""
+        """Copy or make the tokenizer's files, and write generation_config.json."""
         for path in (self.directory / name for name in SIDE_FILES):
             if path.is_file():
                 writer.copy(path)
         values = generation_config(self.directory, self.config)
         writer.write_json("generation_config.json", values)
+        if self.tokenizer:
+            writer.write_json("tokenizer.json", self.tokenizer)
 
 
 def convert(

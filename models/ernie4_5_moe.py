@@ -24,7 +24,6 @@ class Ernie4_5MoeArgs(ScaledRopeArgs):
 
 
 class Ernie4_5MoeTransformer(ScaledRopeTransformer):
-
     def make_block(self, args: Ernie4_5MoeArgs, layer: int) -> Block:
         block = Block(args, layer)
         if layer not in args.dense_layers:

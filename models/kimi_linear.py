@@ -179,7 +179,8 @@ class KimiLinear(LatentFamily):
                 raise unsupported(shared, config[shared], f"{own} is {config[own]!r:.40}")
         n_layer = config.get("num_hidden_layers", self.defaults["num_hidden_layers"])
         if type(n_layer) is not int or not 0 < n_layer <= MAX_INTEGERS["num_hidden_layers"]:
-            return config  # refused later
+            why = f"an integer from 1 to {MAX_INTEGERS['num_hidden_layers']} is needed"
+            raise unsupported("num_hidden_layers", n_layer, why)
         dense = config.pop("first_k_dense_replace", 1)
         if config.get("mlp_layer_types") is None:
             if type(dense) is not int or dense < 0:

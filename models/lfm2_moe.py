@@ -34,7 +34,6 @@ class Lfm2MoeArgs(ScaledRopeArgs):
 
 
 class Lfm2MoeTransformer(ScaledRopeTransformer):
-
     def make_block(self, args: Lfm2MoeArgs, layer: int) -> Block:
         block = Block(args, layer)
         if layer not in args.full_layers:

@@ -15,7 +15,6 @@ HEADS = "num_nextn_predict_layers"
 
 
 class MellumTransformer(LayerRopeTransformer):
-
     def make_block(self, args: LayerRopeArgs, layer: int) -> Block:
         block = Block(args, layer)
         block.attention = LayerRopeAttention(args, layer)

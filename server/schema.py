@@ -22,6 +22,7 @@ from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
 from tool_calls.formats import NAME, find_format
 from tool_calls.generic import GENERIC, messages_with_tools
+from tool_calls.reading import template_calls
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_ANSWERS = 8  # the largest `n`
@@ -182,8 +183,7 @@ class Message(StrictModel):
 
 def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dict]:
     """Return messages as a chat template expects them."""
-    format, names, found = find_format(tokenizer), {}, []
-    as_id = format.template_id if format else str
+    found = []
     for message in messages:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.role == "developer" and not tokenizer.template_has("developer"):
@@ -191,17 +191,16 @@ def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dic
         if message.thoughts and message.role == "assistant":
             fields["reasoning_content"] = message.thoughts
         if message.tool_calls:
-            calls = [(call.id, call.function.template_fields()) for call in message.tool_calls]
-            names |= {id: function["name"] for id, function in calls}
             fields["tool_calls"] = [
-                {"id": as_id(id), "type": "function", "function": call} for id, call in calls
+                {"id": call.id, "type": "function", "function": call.function.template_fields()}
+                for call in message.tool_calls
             ]
         if message.role == "tool":
-            fields["tool_call_id"] = as_id(message.tool_call_id)
-            if name := message.name or names.get(message.tool_call_id):
-                fields["name"] = name
+            fields["tool_call_id"] = message.tool_call_id
+            if message.name:
+                fields["name"] = message.name
         found.append(fields)
-    return found
+    return template_calls(found, find_format(tokenizer) or GENERIC)
 
 
 class GenerationBody(StructuredFields, OtherServersFields):
@@ -431,7 +430,8 @@ class ChatCompletionBody(GenerationBody):
         """Return how the answer's tool calls are read; None without tools."""
         if not self.active_tools():
             return None
-        format = find_format(tokenizer) or GENERIC
+        messages = [{"tool_calls": message.tool_calls} for message in self.messages]
+        format = (find_format(tokenizer) or GENERIC).after(messages)
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         prefix, grammar, choice = "", None, self.tool_choice
         if kind := self.continued():

@@ -269,7 +269,7 @@ Case = tuple[str, Callable, tuple]
 def plain_cases(arch: str) -> Iterator[Case]:
     """Yield the cases of one architecture with plain weights."""
     args = first_layers(ARCHITECTURES[arch], 1)
-    for case in (experts, library_products, block, early_reader, sampling):
+    for case in (experts, library_products, early_reader, sampling):
         yield f"{arch} {case.__name__}", case, (args,)
     for count in (0, args.vocab_size):
         yield f"{arch} sampling {count and 'all'}", sampling, (args, count)
@@ -285,11 +285,11 @@ def packed_cases(arch: str, formats: Iterable[str]) -> Iterator[Case]:
             yield f"{arch} {case.__name__} {format}", case, (args, format)
 
 
-def latent_cases(arch: str, layers: int) -> Iterator[Case]:
-    """Yield the cases of one architecture with latent attention."""
+def latent_cases(arch: str, layers: int, *caches: type[KVCache]) -> Iterator[Case]:
+    """Yield the cases of one architecture with latent attention, over caches of these classes."""
     args = first_layers(ARCHITECTURES[arch], layers)
     yield f"{arch} experts", experts, (args,)
-    for cache_class in (KVCache, Int8KVCache):
+    for cache_class in caches:
         yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
 
 
@@ -307,7 +307,7 @@ def quick_cases() -> Iterator[Case]:
     yield "gpt-oss-20b block", block, (first_layers(gpt_oss, 1),)
     yield "gpt-oss-20b begin", begin, (first_layers(gpt_oss, 2),)
     yield "gpt-oss-20b packed_experts mxfp4", packed_experts, (gpt_oss, "mxfp4")
-    yield from latent_cases("DeepSeek-V2-Lite", 2)
+    yield from latent_cases("DeepSeek-V2-Lite", 2, Int8KVCache)
     args = first_layers(ARCHITECTURES["Mixtral-8x7B"], 1)
     yield "Mixtral-8x7B block of 2", block, (args, 256, KVCache, 2)
     yield "long_attention 1", long_attention, (ARCHITECTURES[ARCHES[1]], 1)
@@ -318,7 +318,9 @@ def quick_cases() -> Iterator[Case]:
 
 def slow_cases() -> Iterator[Case]:
     """Yield the other cases."""
-    yield from latent_cases("DeepSeek-V3", 4)
+    args = first_layers(ARCHITECTURES["DeepSeek-V2-Lite"], 2)
+    yield "DeepSeek-V2-Lite block KVCache", block, (args, 1024, KVCache)
+    yield from latent_cases("DeepSeek-V3", 4, KVCache, Int8KVCache)
     args = first_layers(ARCHITECTURES["OLMoE-1B-7B"], 1)  # it all-reduces in its attention, too
     yield "OLMoE-1B-7B block of 2", block, (args, 256, KVCache, 2)
     for queries in (16, 32):  # a draft, a short prompt

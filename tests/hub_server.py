@@ -12,10 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REPO = "someone/tiny-moe"
+WORDS = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
+TOKENIZER = {"tokenizer.json": json.dumps({"version": "1.0", "model": WORDS}).encode()}
 FILES = {
     "config.json": b'{"model_type": "mixtral"}',
     "generation_config.json": b"{}",
-    "tokenizer.json": b'{"version": "1.0"}',
+    **TOKENIZER,
     "chat_template.jinja": b"{{ messages }}",
     "model.safetensors.index.json": b'{"weight_map": {}}',
     "model-00001-of-00002.safetensors": bytes(range(256)) * 8000,

@@ -866,8 +866,8 @@ TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
     "norms of all heads, clipped": (2, 40, 8, 64, 256, (70, 255), None, 64, "full", 0.5, False),
     "a window, sinks, half turned, clipped": (
         3,
-        8,
-        2,
+        4,
+        1,
         64,
         768,
         (5, 300, 700),

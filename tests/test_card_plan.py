@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hub_server import REPO
+from hub_server import REPO, TOKENIZER
 
 import generate
 import serve
@@ -182,7 +182,7 @@ def test_a_users_mistake_is_one_line(module, argv, message, monkeypatch, capsys,
 
 def put_on_hub(hub, directory: Path) -> None:
     files = (path for path in directory.iterdir() if path.is_file())
-    hub.files = {path.name: path.read_bytes() for path in files}
+    hub.files = TOKENIZER | {path.name: path.read_bytes() for path in files}
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(

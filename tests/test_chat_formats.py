@@ -15,7 +15,8 @@ from server.answers import AnswerReader, join_pieces
 from server.plan import GenerationRequest, Limits, plan_request
 from server.schema import ChatCompletionBody
 from tokenizer import Tokenizer, load_tokenizer
-from tool_calls.formats import KimiParser
+from tool_calls.formats import MARK, KimiParser
+from tool_calls.reading import CallReader
 
 THINK = "<think>", "</think>"
 IM = "<|im_start|>", "<|im_end|>"
@@ -71,7 +72,7 @@ LFM = """<|tool_call_start|>[{{ c.function.name }}(
 {{ key }}={{ "'" ~ value ~ "'" if value is string else value }}{{ ", " if not loop.last }}
 {%- endfor %})]<|tool_call_end|>"""
 
-KIMI = """<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.function.name }}:0
+KIMI = """<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}
 {#- #}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}
 {#- #}<|tool_call_end|><|tool_calls_section_end|>"""
 
@@ -256,3 +257,33 @@ def test_a_forced_call_follows_a_closed_block(chat, tokenizer):
         assert rest != chat.calls
         _, _, (call,), _ = read(tokenizer, request, rest + chat.end)
         assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+
+
+@pytest.mark.parametrize("chat", [CHATS["kimi_linear"]])
+def test_calls_of_a_conversation_are_numbered_on(chat, tokenizer):
+    """Kimi's calls have ids with the number of the call in the conversation."""
+    function = {"name": "weather", "arguments": json.dumps(ARGUMENTS)}
+    calls = [{"id": id, "function": function} for id in ("functions.weather:0", "toolu_other")]
+    messages = (
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in calls),
+    )
+    request = plan(tokenizer, *messages)
+    prompt = prompt_of(tokenizer, request)
+    assert [f"functions.weather:{n}<" in prompt for n in range(3)] == [True, True, False]
+    answer = chat.calls.replace(":0", ":2") + chat.end
+    _, _, (call,), _ = read(tokenizer, request, answer)
+    assert call["id"] == "functions.weather:2"
+    named = {"type": "function", "function": {"name": "weather"}}
+    forced = plan(tokenizer, *messages, tool_choice=named)
+    begun, argument, _ = answer.partition("<|tool_call_argument_begin|>")
+    assert prompt_of(tokenizer, forced).endswith(begun + argument)
+    assert plan(tokenizer, tool_choice="required").calls.format.earlier == 0
+    reader = CallReader(tokenizer, TOOLS)
+    prepared, _ = reader.prepare([USER, *messages])
+    ids = [call["id"] for call in prepared[1]["tool_calls"]]
+    assert ids == [result["tool_call_id"] for result in prepared[2:]]
+    assert ids == ["functions.weather:0", "functions.weather:1"]
+    reader.begin()
+    pieces = reader.push(chat.calls.replace("<|", f"{MARK}<|") if reader.markers else chat.calls)
+    assert [piece.id for piece in pieces if piece.id] == ["functions.weather:2"]

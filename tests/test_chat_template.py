@@ -94,12 +94,14 @@ def test_a_request_with_tools_takes_the_template_of_that_name(tmp_path, in_confi
 
 def test_named_templates_are_downloaded_and_converted(tmp_path):
     file = "additional_chat_templates/tool_use.jinja"
-    assert file in wanted(["config.json", "model.safetensors", file])
+    assert file in wanted(["config.json", "model.safetensors", "tokenizer.json", file])
     make_tokenizer(tmp_path, template="plain")
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text("tools")
     with Writer(tmp_path / "converted", {}, {"name": "bf16"}) as writer:
-        Conversion.write_side_files(SimpleNamespace(directory=tmp_path, config={}), writer)
+        Conversion.write_side_files(
+            SimpleNamespace(directory=tmp_path, config={}, tokenizer=None), writer
+        )
     tokenizer = load_tokenizer(tmp_path / "converted")
     assert (tokenizer.chat_text([]), tokenizer.chat_text([], tools=[])) == ("plain", "tools")
 

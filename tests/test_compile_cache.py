@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch._inductor.exc
 
+import generate
 from cli.command import command
 from cli.compile_cache import use_compile_cache
 from cli.options import add_compile_cache
@@ -66,13 +67,14 @@ def test_a_copy_of_the_folder_spares_all_compiling(tmp_path):
         pytest.param(("--compile_cache", "file/new", "--compile"), "file", marks=pytest.mark.slow),
     ),
 )
-def test_a_users_mistake_is_one_line(options, message, tmp_path):
+def test_a_users_mistake_is_one_line(options, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    command = [sys.executable, ROOT / "generate.py", "--prompt", "a", *options]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 2 and ran.stdout == ""
-    assert ran.stderr.startswith("error: ") and ran.stderr.count("\n") == 1
-    assert message in ran.stderr and not (tmp_path / "new").exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt", "a", *options])
+    assert generate.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err and not (tmp_path / "new").exists()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import time
 import huggingface_hub
 import pytest
 import torch
-from hub_server import FILES, REPO, ROOT, UNWANTED, Handler, run_script
+from hub_server import FILES, REPO, ROOT, TOKENIZER, UNWANTED, Handler, run_script
 from huggingface_hub import close_session
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save
@@ -424,6 +424,7 @@ def test_a_full_disk(hub, tmp_path, monkeypatch, capsys):
         (["README.md"], "no weights"),
         ([], "no weights"),
         (["model.safetensors"], "no config.json"),
+        (["model.safetensors", "config.json", "tekken.json"], "no tokenizer that is read"),
     ],
 )
 def test_a_repository_without_usable_weights(hub, tmp_path, capsys, names, message):
@@ -434,7 +435,7 @@ def test_a_repository_without_usable_weights(hub, tmp_path, capsys, names, messa
 
 def test_wanted():
     assert sorted(wanted([*FILES, *UNWANTED])) == sorted(FILES)
-    names = ["model.safetensors", "config.json"]
+    names = ["model.safetensors", "config.json", "tiktoken.model"]
     assert wanted(names) == names
 
 
@@ -466,7 +467,7 @@ def files_of(directory):
 @pytest.mark.slow
 def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_family):
     family = make_family("mixtral")
-    hub.files = files_of(family.hf_directory)
+    hub.files = TOKENIZER | files_of(family.hf_directory)
     shard = next(name for name in hub.files if name.endswith(".safetensors"))
     hub.fail["GET", shard] = 403, None  # the first run fails
     broken = prepare(hub, REPO, "int8", cwd=tmp_path)
@@ -494,7 +495,7 @@ def test_prepare_quantizes_a_model_of_the_hub_and_resumes(hub, tmp_path, make_fa
 
 @pytest.mark.slow
 def test_prepare_keeps_published_fp8(hub, tmp_path, fp8_directory):
-    hub.files = files_of(fp8_directory)
+    hub.files = TOKENIZER | files_of(fp8_directory)
     for message in (" to download, ", "is there already"):
         run = prepare(hub, REPO, cwd=tmp_path)
         assert run.stdout == f"checkpoints/{REPO}/model_fp8b\n", run.stderr
@@ -518,7 +519,8 @@ def test_prepare_keeps_published_mxfp4(hub, tmp_path, make_family):
                 tensors[f"{name}_scales"] = torch.full(groups, 124, dtype=dtype)
             else:
                 tensors[name] = tensor
-    hub.files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    hub.files = TOKENIZER | files
     directory = f"checkpoints/{REPO}/model_mxfp4"
     for mode in ((), ("mxfp4",), ()):
         run = prepare(hub, REPO, *mode, cwd=tmp_path)

@@ -411,9 +411,11 @@ def test_a_users_mistake_is_one_line_before_weights_are_read(
     assert message in err
 
 
-def test_a_users_mistake_through_the_command(directory, texts):
-    run = command("--checkpoint_path", str(directory), "--text_file", str(texts / "latin.txt"))
-    assert run.returncode == 2 and run.stdout == "" and len(run.stderr.splitlines()) == 1
+def test_a_users_mistake_through_the_command(directory, texts, monkeypatch, capsys):
+    file = str(texts / "latin.txt")
+    assert run_main(monkeypatch, "--checkpoint_path", str(directory), "--text_file", file) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
 
 
 @pytest.mark.slow  # tests/test_startup.py has it before PyTorch is imported

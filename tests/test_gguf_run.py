@@ -19,7 +19,7 @@ import quantize
 import tp
 from cli.model_name import ModelName, parse_model_name
 from formats.row_ranges import RowRanges
-from generate import embedded_checkpoint, generate
+from generate import embedded_checkpoint, generate, main
 from gguf_files.locate import find_gguf
 from gguf_files.opening import open_source
 from gguf_files.source import GGUFCheckpoint
@@ -71,10 +71,13 @@ def expected() -> str:
     return generate(session, load_tokenizer(path), TEXT, 24, Sampling(temperature=0))["text"]
 
 
-def test_the_command_writes_the_text_of_the_converted_model(tiny, expected, tmp_path):
-    done = run(sys.executable, *options(tiny), XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"] == expected
+def test_the_command_writes_the_text_of_the_converted_model(
+    tiny, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", options(tiny))
+    assert main() == 0
+    assert json.loads(capsys.readouterr().out)["text"] == expected
     (folder,) = (tmp_path / "moe-fast" / "gguf").iterdir()
     assert folder.name.startswith("tiny-moe-F16-")
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

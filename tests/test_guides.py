@@ -1,5 +1,6 @@
 """What docs and examples promise: a guide followed step by step, an example that forks the core."""
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,18 @@ from tests.test_family_removal import WITHOUT_EDITABLE, copy_code, copy_without
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/adding_a_format.md").read_text()
 MODEL_GUIDE = (ROOT / "docs/adding_a_model.md").read_text()
+BETWEEN = "\n---\n"
+# Commands, one after the other in one process: importing PyTorch takes 3 s.
+BOTH = f"""
+import json, runpy, sys
+for line in json.loads(sys.argv[1]):
+    sys.argv = line
+    try:
+        runpy.run_path(line[0], run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+    print({BETWEEN!r}, end="")
+"""
 IMPORT = re.compile(r"^from formats\.words import .*\n", re.M)
 
 
@@ -94,10 +107,11 @@ def test_the_guide_to_a_format_runs(copy, directory, tmp_path):
     check_errors(run(copy, "check.py", "int5"))
 
     target = tmp_path / "model_int5"
-    options = "--checkpoint_path", str(directory), "--output_dir", str(target), "--mode", "int5"
-    run(copy, "quantize.py", *options)
+    quantizing = "--checkpoint_path", str(directory), "--output_dir", str(target), "--mode", "int5"
     options = "--checkpoint_path", str(target), "--prompt", "import os", "--max_new_tokens", "20"
-    assert len(run(copy, "generate.py", *options)) > 20
+    lines = json.dumps([["quantize.py", *quantizing], ["generate.py", *options]])
+    printed, text, _ = run(copy, "-c", BOTH, lines).split(BETWEEN)
+    assert str(target) in printed and len(text) > 20
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +137,9 @@ def commands(guide: str) -> list[str]:
 def test_the_guide_to_a_model_is_its_family(family_copy):
     written = (family_copy / "models/qwen2_moe.py").read_text()
     assert written == (ROOT / "models/qwen2_moe.py").read_text()
-    assert run(family_copy, "-c", "import models; print(models.__file__)").startswith(
-        str(family_copy)
-    )
+    # The copy's folder is the one that a process imports; importing it takes 3 s.
+    where = "from importlib.util import find_spec; print(find_spec('models').origin)"
+    assert run(family_copy, "-c", where).startswith(str(family_copy))
 
 
 @pytest.mark.parametrize(

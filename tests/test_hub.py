@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import HYBRID_CHECKPOINT
-from hub_server import REPO, ROOT, environment
+from hub_server import REPO, ROOT, TOKENIZER, environment
 from published_files import LAYOUTS, write
 from safetensors.torch import load_file, save
 
@@ -58,7 +58,8 @@ def source(hub, make_family) -> Path:
 
 def put_on_hub(hub, directory: Path) -> Path:
     files = (path for path in directory.iterdir() if path.is_file())
-    hub.files = {path.name: path.read_bytes() for path in files}
+    files = {path.name: path.read_bytes() for path in files}
+    hub.files = files if "tokenizer.model" in files else TOKENIZER | files
     return directory
 
 
@@ -481,7 +482,8 @@ def test_a_format_of_a_model_that_is_published_in_another(hub, make_family, monk
             groups = experts, rows, width // 32
             tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.full(groups, 124, dtype=torch.uint8)
-    hub.files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    files = {"model.safetensors": save(tensors), "config.json": json.dumps(config).encode()}
+    hub.files = TOKENIZER | files
     for format in ("int8", "bf16"):
         fix = f"is published in mxfp4, so it is quantized already: leave :{format} out"
         assert_refused(hub, monkeypatch, capsys, f"{REPO}:{format}", fix)
@@ -505,7 +507,7 @@ def test_a_published_4_bit_file_is_kept(hub, make_family, tmp_path):
     files = {"model-00001-of-00002.safetensors": parts}
     files["model-00002-of-00002.safetensors"] = {n: tensors[n] for n in tensors.keys() - parts}
     weight_map = {name: file for file, names in files.items() for name in names}
-    hub.files = {name: save(found) for name, found in files.items()}
+    hub.files = TOKENIZER | {name: save(found) for name, found in files.items()}
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     hub.files["config.json"] = (plain / "config.json").read_bytes()
     hub.files["hf_quant_config.json"] = json.dumps({"quantization": config}).encode()

@@ -33,6 +33,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
 from serve import bind, build_parser, check_options
+from serve import main as serve
 from server import connections
 from server.answers import Finished, TextDelta
 from server.app import run_server
@@ -1218,11 +1219,12 @@ def test_a_key_may_come_from_the_environment(monkeypatch):
     assert options.api_key == "secret"
 
 
-def test_a_taken_port_is_one_line():
+def test_a_taken_port_is_one_line(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = command("serve.py", "--port", str(taken.getsockname()[1]), cwd=ROOT)
-        output, errors = found.communicate(timeout=60)
-    assert found.returncode == 2 and output == ""
+        monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(taken.getsockname()[1])])
+        assert serve() == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
     assert (
         errors.startswith("error: ")
         and "choose another --port" in errors

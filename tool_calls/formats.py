@@ -10,8 +10,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Generator
-from typing import ClassVar
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from runtime.reasoning import HARMONY_TOKENS, REASONING, HarmonyMessage, held_prefix
 from tokenizer import Tokenizer
@@ -345,7 +345,7 @@ class MistralParser(CallParser):
         return "".join(secrets.choice(LETTERS) for _ in range(9))
 
     @classmethod
-    def template_id(cls, id: str) -> str:
+    def template_id(cls, id: str, name: str = "", number: int = 0) -> str:
         fits = re.fullmatch("[A-Za-z0-9]{9}", id)
         return id if fits else hashlib.sha256(id.encode()).hexdigest()[:9]
 
@@ -439,7 +439,8 @@ class GemmaParser(CallParser):
 class KimiParser(CallParser):
     """Kimi: a section of `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`.
 
-    The published template writes a call's id where the model writes `functions.NAME:0`.
+    The number counts the calls of the conversation. The published template writes a call's id
+    there. earlier: calls before the answer.
     """
 
     in_template = "<|tool_call_argument_begin|>"
@@ -449,19 +450,30 @@ class KimiParser(CallParser):
     )
     openers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     closer = "<|tool_call_end|>"
+    earlier: ClassVar[int] = 0
+
+    @classmethod
+    def template_id(cls, id: str, name: str = "", number: int = 0) -> str:
+        return f"functions.{name}:{number}" if name else id
+
+    @classmethod
+    def after(cls, messages: Sequence[Mapping[str, Any]]) -> type[CallParser]:
+        earlier = sum(len(message.get("tool_calls") or ()) for message in messages)
+        return type(cls.__name__, (cls,), {"earlier": earlier})
 
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         section, _, begin, _, argument = cls.tokens
-        return f"{section}{begin}functions." + (f"{name}:0{argument}" if name else "")
+        after = f"{name}:{cls.earlier}{argument}" if name else ""
+        return f"{section}{begin}functions.{after}"
 
     @classmethod
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
         _, section_end, _, end, argument = cls.tokens
-        return f":0{argument}", f"{end}{section_end}"
+        return f":{cls.earlier}{argument}", f"{end}{section_end}"
 
     def new_id(self, name: str) -> str:
-        return f"functions.{name}:{self.calls}"
+        return f"functions.{name}:{self.earlier + self.calls}"
 
     def ends(self) -> tuple[str, ...]:
         return tuple(map(self.marker, self.tokens[:4]))

@@ -6,7 +6,7 @@ ordinary text that spells the name is not a marker.
 
 import re
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from runtime.reasoning import held_prefix
@@ -126,9 +126,17 @@ class CallParser:
         return ""
 
     @classmethod
-    def template_id(cls, id: str) -> str:
-        """Return the id of a call in a form that the templates accept."""
+    def template_id(cls, id: str, name: str = "", number: int = 0) -> str:
+        """Return the id of a call in a form that the templates accept.
+
+        name: of its function. number: of calls before it in the conversation.
+        """
         return id
+
+    @classmethod
+    def after(cls, messages: Sequence[Mapping[str, Any]]) -> "type[CallParser]":
+        """Return the format of an answer to these messages, whose calls may be numbered on."""
+        return cls
 
     def push(self, text: str) -> list[Piece]:
         """Take the next text; return the pieces now certain."""

@@ -9,7 +9,7 @@ from tool_calls.parser import MARK, CallParser, Piece
 
 
 class CallReader:
-    """The calls of a chat's answers. `begin` before each answer."""
+    """The calls of a chat's answers. `prepare` its messages and `begin` before each answer."""
 
     def __init__(self, tokenizer: Tokenizer, tools: list[dict]):
         """tools: as in OpenAI's API, {"type": "function", "function": {"name", ...}}."""
@@ -39,26 +39,35 @@ class CallReader:
 
     def prepare(self, messages: list[dict]) -> tuple[list[dict], dict[str, Any]]:
         """Return the messages for the chat template, and its variables."""
+        self.format = (self.known or GENERIC).after(messages)
         if self.known:
-            names = {
-                call["id"]: call["function"]["name"]
-                for message in messages
-                for call in message.get("tool_calls", ())
-            }
-            return [self.message(message, names) for message in messages], {"tools": self.tools}
+            return template_calls(messages, self.format), {"tools": self.tools}
         return messages_with_tools(messages, [tool["function"] for tool in self.tools]), {}
 
-    def message(self, message: dict, names: dict[str, str]) -> dict:
-        """Return a message with the ids of its calls in a form that the template accepts.
 
-        names: of the functions, by the calls' ids.
-        """
-        found = dict(message)
+def template_calls(messages: list[dict], format: type[CallParser]) -> list[dict]:
+    """Return messages with the ids of calls in a form that the template accepts.
+
+    A result has the name of its function, if a call before it has its id.
+    """
+    names: dict[str, str] = {}
+    ids: dict[str, str] = {}
+    found, count = [], 0
+    for given in messages:
+        message = dict(given)
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = [{**c, "id": self.format.template_id(c["id"])} for c in calls]
-        if id := message.get("tool_call_id"):
-            found |= {"tool_call_id": self.format.template_id(id), "name": names.get(id, "")}
-        return found
+            message["tool_calls"] = []
+            for call in calls:
+                id, name = call["id"], call["function"]["name"]
+                names[id], ids[id] = name, format.template_id(id, name, count)
+                message["tool_calls"].append({**call, "id": ids[id]})
+                count += 1
+        if (id := message.get("tool_call_id")) is not None:
+            message["tool_call_id"] = ids.get(id) or format.template_id(id)
+            if name := message.get("name") or names.get(id):
+                message["name"] = name
+        found.append(message)
+    return found
 
 
 def control_markers(format: type[CallParser], tokenizer: Tokenizer) -> dict[int, str]:
