@@ -47,6 +47,7 @@ class Routing:
     scale: float = 1.0  # factor of the A weights, after that
     score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
     softmax: bool = False  # scores with a bias are those of softmax instead
+    bias_before: bool = False  # the bias is added to scores before the sigmoid, for the choice
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 
@@ -120,7 +121,9 @@ class SumAdditions:
     """Additions to `model.AddNorm`."""
 
     scale: float = 1.0  # factor of the sublayer's result
-    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_layer.ResidualSum`
+    norm: nn.Module | None = None  # an RMSNorm of the result, before it is added
+    scalar: Tensor | None = None  # [1]: factor of the sum, with `norm`
+    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_sum.ResidualSum`
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from model import (
-    AddNorm,
     Attention,
     Block,
     Context,
@@ -44,7 +43,6 @@ from ops.declared import (
     LatentAdditions,
     NoAdditions,
     Routing,
-    SumAdditions,
 )
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
@@ -56,6 +54,7 @@ from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_sum import ResidualSum
 from runtime.plain_forms import settings_of, undeclared
 
 MAX_FEW = 16  # sequences of a step, or the tokens of their pass
@@ -81,26 +80,6 @@ def projection_weights(module: nn.Module) -> list[tuple[Weight, Tensor | None]]:
         return [(weight, None) for weight in weights]
     biases = bias.split([weight.out for weight in weights])
     return list(zip(weights, biases, strict=True))
-
-
-class ResidualSum:
-    """How a sublayer's result joins the residual.
-
-    scale: factor of the result. all_reduce: the module that sums it over several ranks, each of
-    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_inbox, fused_add and
-    fused_add_router.
-    Raises ValueError for a sum that the kernels do not compute.
-    """
-
-    def __init__(self, add: nn.Module):
-        added = settings_of(add, AddNorm, SumAdditions)
-        self.scale, self.all_reduce = added.scale, added.all_reduce
-
-    def of_product(self, x: Tensor) -> dict:
-        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
-        if self.all_reduce:
-            return {"send": self.all_reduce.fused_inbox(x)}
-        return {"residual": x, "scale": self.scale}
 
 
 def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
@@ -162,7 +141,7 @@ class FusedAttention:
         return projected.new_empty(*context.positions.shape, width)
 
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
-        """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
+        """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
 
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
@@ -200,6 +179,7 @@ class FusedExperts:
         if type(self.router) is not Linear:
             raise ValueError("no kernels for another router")
         settings_of(self.norm, RMSNorm, NoAdditions)
+        self.before.check_next(self.norm)
         self.activation = added.activation or SWIGLU
         if added.activation is None and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
@@ -286,35 +266,38 @@ class FusedExperts:
         expert's result.
         """
         if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x)):
-            return self.run_tiles(attended, last)
+            return self.run_tiles(x, attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
+        add = self.sum.of_product(x)
         if self.apart:
-            x = self.add_shared(x, normed if isinstance(normed, Tensor) else plain, scores)
+            plain = normed if isinstance(normed, Tensor) else plain
+            add |= {"residual": self.add_shared(plain, scores, add)}
         options = dict(bias=self.bias13, indices=indices, last=last)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
         )
-        add = self.sum.of_product(x)
         y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
-        x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
         active = self.routing.active
-        return x, indices[:, :active], weights[:, :active]
+        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
 
-    def add_shared(self, x: Tensor, normed: Tensor, scores: Tensor) -> Tensor:
-        """Return x [T, D] plus the result of the shared expert that is apart, fp32.
+    def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
+        """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
 
-        Its kernels come before those of the others: with PDL, `down` of these may read their sum
-        before its wait, and polls the choice of the kernel before it.
+        add: as of `ResidualSum.of_product`; a residual is a part of the result. Its kernels come
+        before those of the others: with PDL, `down` of these may read the result before its wait,
+        and polls the choice of the kernel before it.
         """
         w13, w2 = self.apart
         h = moe_decode.gate_up_shared(normed, w13, scores, self.routing, self.activation)
-        return dense.dense_product(h, w2, dtype=torch.float32, **self.sum.of_product(x))
+        return dense.dense_product(h, w2, dtype=torch.float32, **add)
 
-    def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward` for tokens that share experts: x [T, D] is the result of attention."""
-        normed, scores = self.score(x)
+    def run_tiles(
+        self, x: Tensor, attended: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` for tokens that share experts."""
+        x, normed, scores = self.score(x, attended)
         routing = replace(self.routing, shared=1) if self.apart else self.routing
         indices, weights = route(scores, routing)
         y = expert_tiles.run_experts(
@@ -331,7 +314,7 @@ class FusedExperts:
             **self.sum.of_product(x),
         )
         active = self.routing.active
-        return y, indices[:, :active], weights[:, :active]
+        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
 
     def norm_and_score(
         self, x: Tensor, attended: Tensor | None, indices: Tensor, plain: Tensor | None
@@ -344,17 +327,19 @@ class FusedExperts:
             return self.before.all_reduce.fused_add_router(
                 x, attended, self.normed_router, indices, self.w13
             )
-        return attended, *norm_router(attended, self.normed_router, self.w13, indices, plain)
+        x, y, added = self.before.before_norm(x, attended)
+        return x, *norm_router(y, self.normed_router, self.w13, indices, plain, **added)
 
-    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x [T, D], and the router's scores."""
+    def score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `norm_and_score` returns, of tokens that share experts."""
+        x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:
-            return norm_router(x, self.normed_router)
-        normed = norm_tokens(x, self.norm.weight, self.norm.eps)
+            return x, *norm_router(y, self.normed_router, **added)
+        normed = norm_tokens(y, self.norm.weight, self.norm.eps, **added)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
         down_few(normed, router, dots, bias=self.router.bias)
-        return normed, dots
+        return x, normed, dots
 
 
 class NoExperts:
@@ -373,8 +358,7 @@ class NoExperts:
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
         """Return x after attention, as `FusedExperts.forward` returns its own."""
-        several = self.before.all_reduce
-        return several.fused_add(x, attended) if several else attended, None, None
+        return self.before.add(x, attended), None, None
 
 
 class FusedFeedForward(NoExperts):
@@ -401,9 +385,9 @@ class FusedFeedForward(NoExperts):
         """Return x after the FFN, as `FusedExperts.forward`. Padding has one, too."""
         x, *_ = super().forward(x, attended, last)
         h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
-        (weight, bias), several = self.w2, self.sum.all_reduce
+        weight, bias = self.w2
         y = dense.dense_product(h, weight, bias=bias, **self.sum.of_product(x))
-        return several.fused_add(x, y) if several else y, None, None
+        return self.sum.add(x, y), None, None
 
 
 def stacks_on(shared: Weight, weight: Weight) -> bool:

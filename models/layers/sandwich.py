@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, RMSNorm, new_parameter
+from ops.declared import SumAdditions
 from ops.inductor import materialize
 
 
@@ -49,3 +50,9 @@ class SandwichAddNorm(AddNorm):
         x = x + self.norm(y.view_as(x))
         x = materialize(x if self.scalar is None else x * self.scalar)
         return x, materialize(norm(x))
+
+    def fused_decode_settings(self) -> SumAdditions | None:
+        """Return the additions; None with several branches, whose sum no kernel of a step norms."""
+        if self.branch_norms:
+            return None
+        return SumAdditions(norm=self.norm, scalar=self.scalar)

@@ -31,6 +31,7 @@ class ChoiceSettings:
     A token's scores are those of E experts, with `gated` also the shared experts' gate. There is a
     second row unless the kernel gets a score_bias. With `sigmoid` it has the scores that become
     weights. With `biased` it has the bias, as softmax needs all scores before that is added.
+    bias_before: as of `Routing`.
     """
 
     E: int
@@ -39,6 +40,7 @@ class ChoiceSettings:
     gated: int
     sigmoid: bool
     biased: bool
+    bias_before: bool
     norm_topk: bool
     scale: float
 
@@ -77,6 +79,7 @@ def choice_of(E: int, routing: Routing) -> ChoiceSettings:
         int(routing.gated),
         routing.score_bias is not None and not routing.softmax,
         routing.score_bias is not None and routing.softmax,
+        routing.bias_before,
         routing.norm_topk,
         routing.scale,
     )
@@ -178,7 +181,9 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
         part, score = _softmax_scores(score, scores, score_bias, expert, s)
     elif score_bias is not None:
         part = sigmoid(score)
-        score = part + tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
+        if not s.bias_before:
+            score = part
+        score += tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
     key, rank = _score_keys(score, expert, s), tl.full([s.block], A, tl.int32)
     for n in tl.static_range(A):
         found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, s.block), 0)
