@@ -123,6 +123,8 @@ class FusedOffloadedExperts(FusedExperts):
         super().__init__(block)
         if self.before.all_reduce or self.sum.all_reduce:
             raise ValueError("no kernels for offloaded experts on several ranks")
+        if self.dense is not None:
+            raise ValueError("no kernels for offloaded experts beside a dense FFN")
         if self.shared is not None:
             self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
             self.routing = replace(self.routing, shared=0)

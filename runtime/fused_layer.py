@@ -101,7 +101,7 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
 
 
 def multiply_ranges(
-    x: Tensor, norm: RMSNorm, weights: list[tuple[Weight, Tensor | None]]
+    x: Tensor, norm: RMSNorm | dense.Norm, weights: list[tuple[Weight, Tensor | None]]
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
@@ -178,7 +178,17 @@ class FusedExperts:
         self.router: Linear = several.router if several else ffn.router
         if type(self.router) is not Linear:
             raise ValueError("no kernels for another router")
-        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.scale, self.dense = added.input_scale, None
+        if self.scale is None:
+            self.scale = self.norm.weight
+            settings_of(self.norm, RMSNorm, NoAdditions)
+        elif self.norm.weight is not None or self.before.norm is None:
+            raise ValueError("no kernels for a factor after this norm")
+        if (added.beside is not None) + 1 != self.sum.branches:
+            raise ValueError("no kernels for other branches than a dense FFN and experts")
+        if added.beside is not None:
+            norm = dense.Norm(added.beside_scale, self.norm.eps)
+            self.dense = DenseProducts(added.beside, norm)
         self.before.check_next(self.norm)
         self.activation = added.activation or SWIGLU
         if added.activation is None and self.experts.activation is not swiglu:
@@ -209,8 +219,8 @@ class FusedExperts:
     @property
     def normed_router(self) -> NormRouter:
         """The norm and the router as the kernels read them."""
-        norm, bias = self.norm, self.router.bias
-        return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
+        eps, unscaled = self.norm.eps, self.norm.weight is None
+        return NormRouter(self.scale, eps, self.rows, self.routing, self.router.bias, unscaled)
 
     def shared_count(self, shared: FeedForward, w13: Weight, w2: Weight) -> int:
         """Return as how many experts the shared one counts; 0: it cannot be stacked on them.
@@ -270,7 +280,7 @@ class FusedExperts:
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
-        add = self.sum.of_product(x)
+        add, branches = self.branches(x)
         if self.apart:
             plain = normed if isinstance(normed, Tensor) else plain
             add |= {"residual": self.add_shared(plain, scores, add)}
@@ -279,8 +289,21 @@ class FusedExperts:
             normed, self.w13, scores, self.routing, self.activation, **options
         )
         y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
+        if branches is not None:
+            y = branches
         active = self.routing.active
         return self.sum.add(x, y), indices[:, :active], weights[:, :active]
+
+    def branches(self, x: Tensor) -> tuple[dict, Tensor | None]:
+        """Return arguments of the experts' last product, for x [T, D] after attention.
+
+        With a dense FFN beside the experts: also the branches [2, T, D], of which it is the first.
+        """
+        if self.dense is None:
+            return self.sum.of_product(x), None
+        branches = x.new_empty(2, *x.shape)
+        self.dense.forward(x, out=branches[0])
+        return {"out": branches[1]}, branches
 
     def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
         """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
@@ -298,6 +321,7 @@ class FusedExperts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for tokens that share experts."""
         x, normed, scores = self.score(x, attended)
+        add, branches = self.branches(x)
         routing = replace(self.routing, shared=1) if self.apart else self.routing
         indices, weights = route(scores, routing)
         y = expert_tiles.run_experts(
@@ -311,8 +335,10 @@ class FusedExperts:
             self.bias2,
             last=last,
             shared=self.apart,
-            **self.sum.of_product(x),
+            **add,
         )
+        if branches is not None:
+            y = branches
         active = self.routing.active
         return self.sum.add(x, y), indices[:, :active], weights[:, :active]
 
@@ -335,10 +361,13 @@ class FusedExperts:
         x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:
             return x, *norm_router(y, self.normed_router, **added)
-        normed = norm_tokens(y, self.norm.weight, self.norm.eps, **added)
+        eps = self.norm.eps
+        normed = norm_tokens(y, self.norm.weight, eps, **added)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
         down_few(normed, router, dots, bias=self.router.bias)
+        if self.norm.weight is None:
+            normed = norm_tokens(x, self.scale, eps)
         return x, normed, dots
 
 
@@ -361,6 +390,25 @@ class NoExperts:
         return self.before.add(x, attended), None, None
 
 
+class DenseProducts:
+    """A dense FFN for a few tokens, with the norm before it.
+
+    Raises ValueError for an FFN that the kernels do not compute.
+    """
+
+    def __init__(self, ffn: FeedForward, norm: dense.Norm):
+        self.norm = norm
+        self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
+        self.w13 = projection_weights(ffn.w13)
+        self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
+
+    def forward(self, x: Tensor, **add) -> Tensor | None:
+        """x [T, D], not normed -> as of `dense_product` with the arguments `add`."""
+        h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
+        weight, bias = self.w2
+        return dense.dense_product(h, weight, bias=bias, **add)
+
+
 class FusedFeedForward(NoExperts):
     """Stands for FusedExperts in a block with one dense FFN: norm, FFN, residual sum.
 
@@ -372,21 +420,18 @@ class FusedFeedForward(NoExperts):
     """
 
     def __init__(self, block: Block):
-        ffn, self.norm = block.ffn, block.ffn_norm
+        norm = block.ffn_norm
         self.before, self.sum = ResidualSum(block.add_attention), ResidualSum(block.add_ffn)
-        self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
-        settings_of(self.norm, RMSNorm, NoAdditions)
-        self.w13 = projection_weights(ffn.w13)
-        self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
+        settings_of(norm, RMSNorm, NoAdditions)
+        self.dense = DenseProducts(block.ffn, dense.Norm(norm.weight, norm.eps))
+        self.activation = self.dense.activation
 
     def forward(
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor, None, None]:
         """Return x after the FFN, as `FusedExperts.forward`. Padding has one, too."""
         x, *_ = super().forward(x, attended, last)
-        h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
-        weight, bias = self.w2
-        y = dense.dense_product(h, weight, bias=bias, **self.sum.of_product(x))
+        y = self.dense.forward(x, **self.sum.of_product(x))
         return self.sum.add(x, y), None, None
 
 

@@ -131,9 +131,10 @@ class PromptLayer:
 
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block."""
-        if undeclared(norm, RMSNorm):
+        added = self.sums[n]
+        if undeclared(norm, RMSNorm) or added.branch_norms:
             return self.adds[n](x, y, norm)
-        y, added = y.view_as(x), self.sums[n]
+        y = y.view_as(x)
         if added.norm is None:
             return fixed_add_norm(x, y, added.scale, norm.weight, None, norm.eps, None)[:2]
         if added.norm.eps != norm.eps:

@@ -13,7 +13,8 @@ class ResidualSum:
     """How a sublayer's result joins the residual.
 
     scale: factor of the result. norm: an RMSNorm of the result, before it is added, or None;
-    scalar [1]: then a factor of the sum, or None. all_reduce: the module that sums the result over
+    scalar [1]: then a factor of the sum, or None. branches: results that are normed one by one,
+    whose sum has that norm. all_reduce: the module that sums the result over
     several ranks, each of which computes a part, or None; it has `tp.AllReduceAddNorm`'s
     fused_inbox, fused_add and fused_add_router.
     Raises ValueError for a sum that the kernels do not compute.
@@ -22,9 +23,13 @@ class ResidualSum:
     def __init__(self, add: nn.Module):
         added = settings_of(add, AddNorm, SumAdditions)
         self.scale, self.all_reduce = added.scale, added.all_reduce
-        self.norm, self.scalar = added.norm, added.scalar
+        self.norm, self.scalar, norms = added.norm, added.scalar, added.branch_norms
+        self.branches = len(norms) or 1
+        self.branch_norms = torch.stack([norm.weight for norm in norms]) if norms else None
         if self.norm is not None:
-            settings_of(self.norm, RMSNorm, NoAdditions)
+            for norm in (self.norm, *norms):
+                settings_of(norm, RMSNorm, NoAdditions)
+                self.check_next(norm)
             if self.all_reduce or self.scale != 1.0:
                 raise ValueError(
                     "no kernels for a normed result with a factor, or of several ranks"
@@ -45,7 +50,12 @@ class ResidualSum:
             return self.all_reduce.fused_add(x, y)
         if self.norm is None:
             return y
-        return add_branch(x, Added(y=y, norm=self.norm.weight, scalar=self.scalar), self.norm.eps)
+        return add_branch(x, self.added(y), self.norm.eps)
+
+    def added(self, y: Tensor) -> Added:
+        """Return what a kernel adds to x: y [T, D], or [B, T, D] of several branches."""
+        norms = self.branch_norms
+        return Added(y=y, branch_norms=norms, norm=self.norm.weight, scalar=self.scalar)
 
     def before_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict]:
         """Return x after the sublayer, and what a kernel norms, with its arguments.
@@ -55,8 +65,7 @@ class ResidualSum:
         if self.norm is None:
             return y, y, {}
         total = torch.empty_like(x)
-        added = Added(y=y, norm=self.norm.weight, scalar=self.scalar)
-        return total, x, {"added": added, "total": total}
+        return total, x, {"added": self.added(y), "total": total}
 
     def check_next(self, norm: RMSNorm) -> None:
         """Raise ValueError if one kernel cannot compute this sum and the norm after it."""

@@ -47,6 +47,7 @@ from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.afmoe import AfmoeArgs
 from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
+from models.gemma4 import Gemma4Args
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
 from models.kolibri1 import Kolibri1Args
 from models.latent_family import LatentArgs
@@ -429,6 +430,12 @@ LAYERS = {
         SMALL
         | dict(n_layer=2, qk_norm="head", shared_intermediate=64, routed_scale=2.8)
         | dict(sliding_window=16, full_layers=(1,), mup=True),
+    ),
+    "gemma4_text": (
+        Gemma4Args,
+        SMALL
+        | dict(n_layer=2, qk_norm="head", shared_intermediate=96, sliding_window=16)
+        | dict(full_layers=(1,), global_head_dim=64, global_kv_head=1, global_rotary_dim=32),
     ),
 }  # arguments by family
 # One layer of attention and a dense FFN, small; the last two are of families that have them.

@@ -51,8 +51,6 @@ class SandwichAddNorm(AddNorm):
         x = materialize(x if self.scalar is None else x * self.scalar)
         return x, materialize(norm(x))
 
-    def fused_decode_settings(self) -> SumAdditions | None:
-        """Return the additions; None with several branches, whose sum no kernel of a step norms."""
-        if self.branch_norms:
-            return None
-        return SumAdditions(norm=self.norm, scalar=self.scalar)
+    def fused_decode_settings(self) -> SumAdditions:
+        norms = tuple(self.branch_norms)
+        return SumAdditions(norm=self.norm, scalar=self.scalar, branch_norms=norms)

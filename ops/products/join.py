@@ -69,7 +69,7 @@ class Router(NamedTuple):
 
     rows: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [E]: of scores
-    score_bias: Tensor | None = None  # fp32 [E]: the choice is by score + bias
+    score_bias: Tensor | None = None  # [E]: the choice is by score + bias; or `Routing.factors`
 
 
 class Results(NamedTuple):
@@ -93,7 +93,8 @@ class Join:
     E: int = 0
     rows: int = 0  # scores that a program computes
     many: bool = False  # several tokens with scores
-    softmax: bool = False  # of scores with a bias
+    softmax: bool = False  # of scores with a bias, or with factors
+    unscaled: bool = False  # scores are of the norm without its weight
     bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
     pairs: int = 0  # of `Results.indices`
@@ -310,12 +311,16 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if offset is not None:
         value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
-    value = value * factor * scale
+    value = value * factor
+    if not s.unscaled:
+        value = value * scale
     if offset is not None:
         value += shift
     value = value.to(dtype)
     if ROWS:
         _store_scores(rows, value, biases, router, scores, expert, s)
+    if s.unscaled:
+        value = (value.to(tl.float32) * scale).to(dtype)
     if l is not None:
         if program * l.lanes < l.quads:  # the other programs end sooner
             _store_quantized(raw, scales, factor, normed, units, dtype, l)
@@ -339,15 +344,22 @@ class NormRouter:
     rows: Tensor  # [N, D]: a row for each of E experts; then the shared experts' gate, if gated
     routing: Routing
     bias: Tensor | None = None  # [E]: of scores
+    unscaled: bool = False  # scores are of the norm without its weight
+
+    @property
+    def of_experts(self) -> Tensor | None:
+        """Return what the second row of scores is made of, [E]."""
+        routing = self.routing
+        return routing.score_bias if routing.factors is None else routing.factors
 
     @property
     def router(self) -> Router:
         """The kernel's tensors."""
-        return Router(self.rows, self.bias, self.routing.score_bias)
+        return Router(self.rows, self.bias, self.of_experts)
 
     def empty_scores(self, *shape: int) -> Tensor:
         """Return scores of tokens, to be filled: fp32 [*shape, 1 or 2, N]."""
-        rows = 1 + (self.routing.score_bias is not None)
+        rows = 1 + (self.of_experts is not None)
         return self.rows.new_empty(*shape, rows, len(self.rows), dtype=torch.float32)
 
     def check(self, x: Tensor) -> None:
@@ -360,8 +372,13 @@ class NormRouter:
     def settings(self, rows: int, **others) -> Join:
         """Return the settings of a kernel that computes `rows` scores a program."""
         N, D = self.rows.shape
-        how = dict(softmax=self.routing.softmax, bias_before=self.routing.bias_before)
-        return Join(D, self.eps, N, N - self.routing.gated, rows, **how, **others)
+        routing = self.routing
+        how = dict(
+            softmax=routing.softmax or routing.factors is not None,
+            unscaled=self.unscaled,
+            bias_before=routing.bias_before,
+        )
+        return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
 
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
@@ -425,7 +442,7 @@ def norm_router(
 
 
 def norm_tokens(
-    x: Tensor, norm: Tensor, eps: float, added: Added = NOTHING, total: Tensor | None = None
+    x: Tensor, norm: Tensor | None, eps: float, added: Added = NOTHING, total: Tensor | None = None
 ) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`."""
     normed, (T, D) = torch.empty_like(x), x.shape
@@ -435,13 +452,11 @@ def norm_tokens(
 
 
 def add_branch(x: Tensor, added: Added, eps: float) -> Tensor:
-    """Return x [T, D] plus a branch, as `SandwichAddNorm` computes it. added: as of `norm_router`.
-
-    With PDL, only norm and scalar are loaded while the previous kernel runs.
-    """
+    """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms."""
     total, (T, D) = torch.empty_like(x), x.shape
     tensors = x, added, None, None, Router(), Results(total=total)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8)
+    branches = 1 if added.branch_norms is None else len(added.branch_norms)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps, branches=branches), warps=8)
     return total
 
 
