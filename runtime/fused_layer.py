@@ -11,9 +11,12 @@ ops/README.md lists all kernels, and which of them run when. Latent attention ha
 between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
 compiled by Inductor. Shared experts become experts that every token chooses; in another format
 they have two more kernels, before gate_up. A dense FFN is two products, with its activation
-between them. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
-`model.MoE`, `model.FeedForward` or `model.AddNorm`; without it, a subclass has no kernels.
-ops/products/few_tokens.py and ops/products/expert_tiles.py have products of several tokens.
+between them. Results that are normed before they are added (models/layers/sandwich.py) have no
+residual in their product: the router's kernel norms and adds that of attention, and a kernel more
+that of the FFN. A dense FFN beside the experts is another branch of that sum. A family declares by
+`fused_decode_settings` what it adds to `model.Attention`, `model.MoE`, `model.FeedForward` or
+`model.AddNorm`; without it, a subclass has no kernels. ops/products/few_tokens.py and
+ops/products/expert_tiles.py have products of several tokens.
 """
 
 from collections.abc import Callable
@@ -297,7 +300,7 @@ class FusedExperts:
     def branches(self, x: Tensor) -> tuple[dict, Tensor | None]:
         """Return arguments of the experts' last product, for x [T, D] after attention.
 
-        With a dense FFN beside the experts: also the branches [2, T, D], of which it is the first.
+        A dense FFN beside the experts makes branches [2, T, D] too: it is the first.
         """
         if self.dense is None:
             return self.sum.of_product(x), None

@@ -38,14 +38,14 @@ class ResidualSum:
     def of_product(self, x: Tensor) -> dict:
         """Return the arguments by which `moe_decode.down` adds its product to x, or sends it.
 
-        With a norm there are none: `add`, or the next kernel by `before_norm`, adds the product.
+        A sum with a norm has none: `add`, or the next kernel by `before_norm`, adds the product.
         """
         if self.all_reduce:
             return {"send": self.all_reduce.fused_inbox(x)}
         return {} if self.norm is not None else {"residual": x, "scale": self.scale}
 
     def add(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """Return x [T, D] after the sublayer. y: what the product by `of_product` returned."""
+        """Return x [T, D] after the sublayer. y: the product with the arguments `of_product`."""
         if self.all_reduce:
             return self.all_reduce.fused_add(x, y)
         if self.norm is None:
@@ -58,7 +58,7 @@ class ResidualSum:
         return Added(y=y, branch_norms=norms, norm=self.norm.weight, scalar=self.scalar)
 
     def before_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict]:
-        """Return x after the sublayer, and what a kernel norms, with its arguments.
+        """Return x after the sublayer, and the input of the kernel that norms it, with arguments.
 
         x, y: as of `add`, on one rank. With a norm that kernel computes x after the sublayer.
         """
