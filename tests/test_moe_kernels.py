@@ -183,7 +183,10 @@ def test_a_layer_of_three_sequences_is_the_blocks_own():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe", "kolibri1"),
+    (
+        *("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe"),
+        *("kolibri1", "gemma4_text"),
+    ),
 )
 def test_a_layer_of_several_tokens_is_the_blocks_own(family):
     """Three queries, eight of which three are padding, and eight sequences."""
@@ -206,6 +209,7 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("lfm2_moe", "int4", 1, 64, (60,)),
         ("kolibri1", "int4", 1, 12, (10,)),
         ("afmoe", "int4", 1, 64, (60,)),
+        ("gemma4_text", "int4", 1, 20, (18,)),
     ),
 )
 @pytest.mark.slow
@@ -243,7 +247,7 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
     families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "nemotron_h"
-    families += "qwen3_next", "lfm2_moe", "kolibri1", "afmoe"
+    families += "qwen3_next", "lfm2_moe", "kolibri1", "afmoe", "gemma4_text"
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 
