@@ -227,6 +227,19 @@ def test_a_subclass_that_says_nothing_has_none():
                 FusedLayer(block)
 
 
+def test_sums_of_normed_results_that_one_kernel_cannot_compute_are_refused():
+    (block, *_) = on_meta("Kolibri-1-78B-A3.5B", "bf16").layers
+    FusedLayer(block)
+    block.ffn_norm.eps = 2 * block.add_attention.norm.eps
+    with pytest.raises(ValueError, match="no kernels for norms of two epsilons"):
+        FusedLayer(block)
+    first, second = on_meta("gemma-4-26B-A4B", "bf16").layers[:2]
+    FusedLayer(first)
+    first.add_ffn = second.add_attention  # a sum without branches
+    with pytest.raises(ValueError, match="no kernels for other branches"):
+        FusedLayer(first)
+
+
 def test_a_misspelt_addition_fails():
     """A declaration of an unknown field or activation, or of another class's additions."""
     with pytest.raises(TypeError, match="query_scal"):
