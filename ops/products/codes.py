@@ -287,7 +287,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
         return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
-        doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        doubled = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
     else:
         tl.static_assert(ACTIVATION == "silu", "an unknown activation")
