@@ -34,7 +34,7 @@ from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
 from runtime.fused_head import fused_head
-from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer, fused_layers
+from runtime.fused_layer import FusedExperts, FusedLayer, fused_layers
 from tp import ModelShard
 
 LAYERS = 4  # they have each kind of layer
@@ -135,10 +135,10 @@ def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, int, bool]
     if query is not None:
         yield "query", query, 0, 1, True
     yield "output", attention.output[0], 0, 1, False
-    if isinstance(experts, FusedFeedForward):
-        for weight, _ in experts.w13:
+    if ffn := getattr(experts, "dense", None):
+        for weight, _ in ffn.w13:
             yield "dense gate_up", weight, 0, 1, True
-        yield "dense down", experts.w2[0], 0, 1, False
+        yield "dense down", ffn.w2[0], 0, 1, False
     if not isinstance(experts, FusedExperts) or not experts.activation.gated:
         return  # those of an activation without a gate are not measured
     yield "gate_up", experts.w13, experts.routing.pairs, 2, False

@@ -29,7 +29,7 @@ from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
-from ops.declared import AttentionAdditions
+from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 
@@ -102,6 +102,8 @@ class WindowAttention(Attention):
 class GlobalAttention(WindowAttention):
     """Attention without a window, whose values are its keys before norm and RoPE."""
 
+    projections = ("wqk",), "wo"
+
     def __init__(self, args: Gemma4Args):
         C, K = args.global_head_dim, args.global_kv_head
         super().__init__(replace(args, head_dim=C, n_kv_head=K))
@@ -141,9 +143,20 @@ class Gemma4MoE(MoE):
     def merge(self, x: Tensor, y: Tensor) -> Branches:
         return Branches(self.shared(materialize(x * self.shared_scale))[0], y)
 
+    def fused_decode_settings(self) -> ExpertAdditions:
+        factors = self.expert_weight_scale
+        return ExpertAdditions(
+            routing=Routing(self.n_active, self.norm_topk, factors=factors),
+            activation=GEGLU,
+            input_scale=self.experts_scale,
+            beside=self.shared,
+            beside_scale=self.shared_scale,
+        )
+
 
 class Gemma4Transformer(Transformer):
     args: Gemma4Args
+    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def __init__(self, args: Gemma4Args):
         super().__init__(args)

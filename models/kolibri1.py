@@ -1,6 +1,6 @@
 """Kolibri 1: windows, full layers without RoPE, sigmoid routing, norms around sublayers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from models.layers.sandwich import SandwichAddNorm
 from models.layers.scaled_rope import ScaledRopeTransformer
 from models.layers.windows import WindowedArgs, WindowedFamily, leave_full_unrotated
 from models.tensors import Recipes, copy_of, score_bias_recipe
+from ops.declared import ExpertAdditions
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,16 @@ class Kolibri1MoE(SigmoidRoutedMoE):
     def selection_scores(self, scores: Tensor) -> Tensor:
         return scores + self.score_bias
 
-    def fused_decode_settings(self) -> None:
-        return None
+    def fused_decode_settings(self) -> ExpertAdditions | None:
+        added = super().fused_decode_settings()
+        if added is None or added.routing is None:
+            return None
+        return replace(added, routing=replace(added.routing, bias_before=True))
 
 
 class Kolibri1Transformer(ScaledRopeTransformer):
     args: Kolibri1Args
+    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: Kolibri1Args, layer: int) -> Block:
         block = Block(args, layer)

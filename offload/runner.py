@@ -123,6 +123,8 @@ class FusedOffloadedExperts(FusedExperts):
         super().__init__(block)
         if self.before.all_reduce or self.sum.all_reduce:
             raise ValueError("no kernels for offloaded experts on several ranks")
+        if self.dense is not None:
+            raise ValueError("no kernels for offloaded experts beside a dense FFN")
         if self.shared is not None:
             self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
             self.routing = replace(self.routing, shared=0)
@@ -147,8 +149,9 @@ class FusedOffloadedExperts(FusedExperts):
         self, x: Tensor, attended: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`FusedExperts.forward`, except that padding has experts too."""
-        x, plain = attended, torch.empty_like(attended)
-        normed, scores = norm_router(x, self.normed_router, self.w13, plain=plain)
+        x, y, added = self.before.before_norm(x, attended)
+        plain = torch.empty_like(y)
+        normed, scores = norm_router(y, self.normed_router, self.w13, plain=plain, **added)
         plain = normed if isinstance(normed, Tensor) else plain
         indices, weights = self.choose(scores)
         layer = self.offloaded
@@ -156,13 +159,13 @@ class FusedOffloadedExperts(FusedExperts):
         table = layer.cache.table(box is not None)
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
         layer.fill_slots(found.to_copy, found.targets.flatten())
+        add = self.sum.of_product(x)
         if self.apart:
-            x = self.add_shared(x, plain, scores)
+            add |= {"residual": self.add_shared(plain, scores, add)}
         slots, kept = found.slots, found.weights
         h = moe_decode.multiply_each(normed, self.w13, slots, self.activation, self.bias13)
-        add = {} if box else self.sum.of_product(x)
-        dtype = torch.float32 if box else plain.dtype
-        y = moe_decode.down(h, self.w2, slots, kept, bias=self.bias2, dtype=dtype, **add)
+        options = {"dtype": torch.float32} if box else {"dtype": plain.dtype, **add}
+        y = moe_decode.down(h, self.w2, slots, kept, bias=self.bias2, **options)
         if box:
-            y = answer(y, box, plain.dtype, x, self.sum.scale)
-        return y, indices, weights
+            y = answer(y, box, plain.dtype, **add)
+        return self.sum.add(x, y), indices, weights

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-ACTIVATIONS = "silu", "clamped", "relu_squared"
+ACTIVATIONS = "silu", "clamped", "gelu_tanh", "relu_squared"
 OUTPUT_GATES = "sigmoid", "softplus"
 
 
@@ -18,6 +18,7 @@ OUTPUT_GATES = "sigmoid", "softplus"
 class Activation:
     """What experts compute of gate and up: "silu" is `model.swiglu`, "clamped" gpt-oss's.
 
+    "gelu_tanh" is `geglu` (models/layers/geglu.py).
     "relu_squared" has no gate: it is computed of up alone.
     """
 
@@ -36,6 +37,7 @@ class Activation:
 
 
 SWIGLU, RELU_SQUARED = Activation(), Activation("relu_squared")
+GEGLU = Activation("gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Routing:
     scale: float = 1.0  # factor of the A weights, after that
     score_bias: Tensor | None = None  # fp32 [E]: sigmoid scores; the choice is by score + bias
     softmax: bool = False  # scores with a bias are those of softmax instead
+    bias_before: bool = False  # the bias is added to scores before the sigmoid, for the choice
+    factors: Tensor | None = None  # [E], without a score_bias: of chosen experts' weights
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 
@@ -99,6 +103,10 @@ class ExpertAdditions:
     shared: nn.Module | None = None  # a FeedForward that every token uses
     shared_gate: nn.Module | None = None  # a Linear [1, D], whose sigmoid weighs `shared`
     latent: tuple[nn.Module, nn.Module] | None = None  # Linears before and after the experts
+    # [D]: the experts' x is the norm times this. The norm has no weight, and the router reads it.
+    input_scale: Tensor | None = None
+    beside: nn.Module | None = None  # a FeedForward, the first branch of `SumAdditions`
+    beside_scale: Tensor | None = None  # as input_scale, of the x of `beside`
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,10 @@ class SumAdditions:
     """Additions to `model.AddNorm`."""
 
     scale: float = 1.0  # factor of the sublayer's result
-    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_layer.ResidualSum`
+    norm: nn.Module | None = None  # an RMSNorm of the result, before it is added
+    scalar: Tensor | None = None  # [1]: factor of the sum, with `norm`
+    branch_norms: tuple[nn.Module, ...] = ()  # RMSNorms of results, whose sum has `norm`
+    all_reduce: Any = None  # sums the result over ranks: see `runtime.fused_sum.ResidualSum`
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ ops/README.md lists all kernels, and which of them run when. Latent attention ha
 between its products, or four (ops/attention/mla.py). Attention without kernels runs its `core`,
 compiled by Inductor. Shared experts become experts that every token chooses; in another format
 they have two more kernels, before gate_up. A dense FFN is two products, with its activation
-between them. A family declares by `fused_decode_settings` what it adds to `model.Attention`,
-`model.MoE`, `model.FeedForward` or `model.AddNorm`; without it, a subclass has no kernels.
-ops/products/few_tokens.py and ops/products/expert_tiles.py have products of several tokens.
+between them. Results that are normed before they are added (models/layers/sandwich.py) have no
+residual in their product: the router's kernel norms and adds that of attention, and a kernel more
+that of the FFN. A dense FFN beside the experts is another branch of that sum. A family declares by
+`fused_decode_settings` what it adds to `model.Attention`, `model.MoE`, `model.FeedForward` or
+`model.AddNorm`; without it, a subclass has no kernels. ops/products/few_tokens.py and
+ops/products/expert_tiles.py have products of several tokens.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from model import (
-    AddNorm,
     Attention,
     Block,
     Context,
@@ -44,7 +46,6 @@ from ops.declared import (
     LatentAdditions,
     NoAdditions,
     Routing,
-    SumAdditions,
 )
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
@@ -56,6 +57,7 @@ from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention
 from runtime.fused_latent_attention import FusedLatentAttention
+from runtime.fused_sum import ResidualSum
 from runtime.plain_forms import settings_of, undeclared
 
 MAX_FEW = 16  # sequences of a step, or the tokens of their pass
@@ -83,26 +85,6 @@ def projection_weights(module: nn.Module) -> list[tuple[Weight, Tensor | None]]:
     return list(zip(weights, biases, strict=True))
 
 
-class ResidualSum:
-    """How a sublayer's result joins the residual.
-
-    scale: factor of the result. all_reduce: the module that sums it over several ranks, each of
-    which computes a part, or None; it has `tp.AllReduceAddNorm`'s fused_inbox, fused_add and
-    fused_add_router.
-    Raises ValueError for a sum that the kernels do not compute.
-    """
-
-    def __init__(self, add: nn.Module):
-        added = settings_of(add, AddNorm, SumAdditions)
-        self.scale, self.all_reduce = added.scale, added.all_reduce
-
-    def of_product(self, x: Tensor) -> dict:
-        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
-        if self.all_reduce:
-            return {"send": self.all_reduce.fused_inbox(x)}
-        return {"residual": x, "scale": self.scale}
-
-
 def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
     """Return an attention layer with its kernels, if it has some; else the layer.
 
@@ -122,7 +104,7 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
 
 
 def multiply_ranges(
-    x: Tensor, norm: RMSNorm, weights: list[tuple[Weight, Tensor | None]]
+    x: Tensor, norm: RMSNorm | dense.Norm, weights: list[tuple[Weight, Tensor | None]]
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
@@ -162,7 +144,7 @@ class FusedAttention:
         return projected.new_empty(*context.positions.shape, width)
 
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
-        """x [T, D], not normed -> x after attention; with several ranks, what this one adds to x.
+        """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
 
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
@@ -199,7 +181,18 @@ class FusedExperts:
         self.router: Linear = several.router if several else ffn.router
         if type(self.router) is not Linear:
             raise ValueError("no kernels for another router")
-        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.scale, self.dense = added.input_scale, None
+        if self.scale is None:
+            self.scale = self.norm.weight
+            settings_of(self.norm, RMSNorm, NoAdditions)
+        elif self.norm.weight is not None or self.before.norm is None:
+            raise ValueError("no kernels for a factor after this norm")
+        if (added.beside is not None) + 1 != self.sum.branches:
+            raise ValueError("no kernels for other branches than a dense FFN and experts")
+        if added.beside is not None:
+            norm = dense.Norm(added.beside_scale, self.norm.eps)
+            self.dense = DenseProducts(added.beside, norm)
+        self.before.check_next(self.norm)
         self.activation = added.activation or SWIGLU
         if added.activation is None and self.experts.activation is not swiglu:
             raise ValueError("no kernels for another activation")
@@ -229,8 +222,8 @@ class FusedExperts:
     @property
     def normed_router(self) -> NormRouter:
         """The norm and the router as the kernels read them."""
-        norm, bias = self.norm, self.router.bias
-        return NormRouter(norm.weight, norm.eps, self.rows, self.routing, bias)
+        eps, unscaled = self.norm.eps, self.norm.weight is None
+        return NormRouter(self.scale, eps, self.rows, self.routing, self.router.bias, unscaled)
 
     def shared_count(self, shared: FeedForward, w13: Weight, w2: Weight) -> int:
         """Return as how many experts the shared one counts; 0: it cannot be stacked on them.
@@ -286,35 +279,52 @@ class FusedExperts:
         expert's result.
         """
         if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x)):
-            return self.run_tiles(attended, last)
+            return self.run_tiles(x, attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
+        add, branches = self.branches(x)
         if self.apart:
-            x = self.add_shared(x, normed if isinstance(normed, Tensor) else plain, scores)
+            plain = normed if isinstance(normed, Tensor) else plain
+            add |= {"residual": self.add_shared(plain, scores, add)}
         options = dict(bias=self.bias13, indices=indices, last=last)
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
         )
-        add = self.sum.of_product(x)
         y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
-        x = self.sum.all_reduce.fused_add(x, y) if self.sum.all_reduce else y
+        if branches is not None:
+            y = branches
         active = self.routing.active
-        return x, indices[:, :active], weights[:, :active]
+        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
 
-    def add_shared(self, x: Tensor, normed: Tensor, scores: Tensor) -> Tensor:
-        """Return x [T, D] plus the result of the shared expert that is apart, fp32.
+    def branches(self, x: Tensor) -> tuple[dict, Tensor | None]:
+        """Return arguments of the experts' last product, for x [T, D] after attention.
 
-        Its kernels come before those of the others: with PDL, `down` of these may read their sum
-        before its wait, and polls the choice of the kernel before it.
+        A dense FFN beside the experts makes branches [2, T, D] too: it is the first.
+        """
+        if self.dense is None:
+            return self.sum.of_product(x), None
+        branches = x.new_empty(2, *x.shape)
+        self.dense.forward(x, out=branches[0])
+        return {"out": branches[1]}, branches
+
+    def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
+        """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
+
+        add: as of `ResidualSum.of_product`; a residual is a part of the result. Its kernels come
+        before those of the others: with PDL, `down` of these may read the result before its wait,
+        and polls the choice of the kernel before it.
         """
         w13, w2 = self.apart
         h = moe_decode.gate_up_shared(normed, w13, scores, self.routing, self.activation)
-        return dense.dense_product(h, w2, dtype=torch.float32, **self.sum.of_product(x))
+        return dense.dense_product(h, w2, dtype=torch.float32, **add)
 
-    def run_tiles(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward` for tokens that share experts: x [T, D] is the result of attention."""
-        normed, scores = self.score(x)
+    def run_tiles(
+        self, x: Tensor, attended: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` for tokens that share experts."""
+        x, normed, scores = self.score(x, attended)
+        add, branches = self.branches(x)
         routing = replace(self.routing, shared=1) if self.apart else self.routing
         indices, weights = route(scores, routing)
         y = expert_tiles.run_experts(
@@ -328,10 +338,12 @@ class FusedExperts:
             self.bias2,
             last=last,
             shared=self.apart,
-            **self.sum.of_product(x),
+            **add,
         )
+        if branches is not None:
+            y = branches
         active = self.routing.active
-        return y, indices[:, :active], weights[:, :active]
+        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
 
     def norm_and_score(
         self, x: Tensor, attended: Tensor | None, indices: Tensor, plain: Tensor | None
@@ -344,17 +356,22 @@ class FusedExperts:
             return self.before.all_reduce.fused_add_router(
                 x, attended, self.normed_router, indices, self.w13
             )
-        return attended, *norm_router(attended, self.normed_router, self.w13, indices, plain)
+        x, y, added = self.before.before_norm(x, attended)
+        return x, *norm_router(y, self.normed_router, self.w13, indices, plain, **added)
 
-    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x [T, D], and the router's scores."""
+    def score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `norm_and_score` returns, of tokens that share experts."""
+        x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:
-            return norm_router(x, self.normed_router)
-        normed = norm_tokens(x, self.norm.weight, self.norm.eps)
+            return x, *norm_router(y, self.normed_router, **added)
+        eps = self.norm.eps
+        normed = norm_tokens(y, self.norm.weight, eps, **added)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
         down_few(normed, router, dots, bias=self.router.bias)
-        return normed, dots
+        if self.norm.weight is None:
+            normed = norm_tokens(x, self.scale, eps)
+        return x, normed, dots
 
 
 class NoExperts:
@@ -373,8 +390,26 @@ class NoExperts:
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
         """Return x after attention, as `FusedExperts.forward` returns its own."""
-        several = self.before.all_reduce
-        return several.fused_add(x, attended) if several else attended, None, None
+        return self.before.add(x, attended), None, None
+
+
+class DenseProducts:
+    """A dense FFN for a few tokens, with the norm before it.
+
+    Raises ValueError for an FFN that the kernels do not compute.
+    """
+
+    def __init__(self, ffn: FeedForward, norm: dense.Norm):
+        self.norm = norm
+        self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
+        self.w13 = projection_weights(ffn.w13)
+        self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
+
+    def forward(self, x: Tensor, **add) -> Tensor | None:
+        """x [T, D], not normed -> as of `dense_product` with the arguments `add`."""
+        h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
+        weight, bias = self.w2
+        return dense.dense_product(h, weight, bias=bias, **add)
 
 
 class FusedFeedForward(NoExperts):
@@ -388,22 +423,19 @@ class FusedFeedForward(NoExperts):
     """
 
     def __init__(self, block: Block):
-        ffn, self.norm = block.ffn, block.ffn_norm
+        norm = block.ffn_norm
         self.before, self.sum = ResidualSum(block.add_attention), ResidualSum(block.add_ffn)
-        self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
-        settings_of(self.norm, RMSNorm, NoAdditions)
-        self.w13 = projection_weights(ffn.w13)
-        self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
+        settings_of(norm, RMSNorm, NoAdditions)
+        self.dense = DenseProducts(block.ffn, dense.Norm(norm.weight, norm.eps))
+        self.activation = self.dense.activation
 
     def forward(
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor, None, None]:
         """Return x after the FFN, as `FusedExperts.forward`. Padding has one, too."""
         x, *_ = super().forward(x, attended, last)
-        h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
-        (weight, bias), several = self.w2, self.sum.all_reduce
-        y = dense.dense_product(h, weight, bias=bias, **self.sum.of_product(x))
-        return several.fused_add(x, y) if several else y, None, None
+        y = self.dense.forward(x, **self.sum.of_product(x))
+        return self.sum.add(x, y), None, None
 
 
 def stacks_on(shared: Weight, weight: Weight) -> bool:

@@ -18,7 +18,7 @@ from ops.declared import SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
-from ops.products.fixed_join import fixed_add_norm
+from ops.products.fixed_join import fixed_add_norm, fixed_sandwich
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.routing import route
@@ -131,10 +131,16 @@ class PromptLayer:
 
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block."""
-        if undeclared(norm, RMSNorm):
+        added = self.sums[n]
+        if undeclared(norm, RMSNorm) or added.branch_norms:
             return self.adds[n](x, y, norm)
-        y, scale = y.view_as(x), self.sums[n].scale
-        return fixed_add_norm(x, y, scale, norm.weight, None, norm.eps, None)[:2]
+        y = y.view_as(x)
+        if added.norm is None:
+            return fixed_add_norm(x, y, added.scale, norm.weight, None, norm.eps, None)[:2]
+        if added.norm.eps != norm.eps:
+            return self.adds[n](x, y, norm)
+        weights = None, added.norm.weight, added.scalar, norm.weight
+        return fixed_sandwich(x, y.unsqueeze(0), *weights, norm.eps, None)[:2]
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""

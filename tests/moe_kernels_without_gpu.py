@@ -44,9 +44,12 @@ from model import (
     weighted_sum,
 )
 from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
+from models.afmoe import AfmoeArgs
 from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
+from models.gemma4 import Gemma4Args
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
+from models.kolibri1 import Kolibri1Args
 from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
@@ -415,6 +418,25 @@ LAYERS = {
         | dict(conv_channels=160, conv_bias=True),  # no multiple of a program's channels
     ),
     "ernie4_5_moe": (Ernie4_5MoeArgs, SMALL | dict(shared_intermediate=2 * 64)),
+    # Norms around sublayers: a layer with a window, and a full one in afmoe.
+    "kolibri1": (
+        Kolibri1Args,
+        SMALL
+        | dict(qk_norm="head", shared_intermediate=64, norm_topk=False)
+        | dict(sliding_window=16, full_layers=()),
+    ),
+    "afmoe": (
+        AfmoeArgs,
+        SMALL
+        | dict(n_layer=2, qk_norm="head", shared_intermediate=64, routed_scale=2.8)
+        | dict(sliding_window=16, full_layers=(1,), mup=True),
+    ),
+    "gemma4_text": (
+        Gemma4Args,
+        SMALL
+        | dict(n_layer=2, qk_norm="head", shared_intermediate=96, sliding_window=16)
+        | dict(full_layers=(1,), global_head_dim=64, global_kv_head=1, global_rotary_dim=32),
+    ),
 }  # arguments by family
 # One layer of attention and a dense FFN, small; the last two are of families that have them.
 DENSE = dict(n_layer=1, dim=64, n_head=2, n_kv_head=1, dense_layers=(0,), dense_intermediate=128)

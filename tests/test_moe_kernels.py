@@ -118,6 +118,8 @@ QUICK_LAYERS = (
     ("qwen3_moe", "int4"),
     dense("qwen3_moe", "int4"),
     ("nemotron_h", "int4"),  # no gate, and a block of a mixer alone; a shared expert twice as wide
+    ("kolibri1", "int4"),  # norms around sublayers
+    ("kolibri1", "int4"),  # norms around sublayers, and a bias before the sigmoid
     ("qwen2_moe", "q4_0+q8_0"),  # a shared expert with a gate, in another format and order of x
 )
 NAN, MINUS_NAN, LOWEST_NAN, MINUS_INF = 0x7FC00000, -0x400000, -1, -0x800000  # bits of fp32
@@ -157,6 +159,8 @@ def test_a_layer_is_the_blocks_own(number, quick):
     "layer",
     (
         ("glm4_moe_lite", "int8"),
+        ("afmoe", "int4"),
+        ("afmoe", "int8", 1, 20, (18,)),
         ("deepseek_v2", "fp8b", 1, 3, (1,)),
         ("qwen3_moe", "hqq4", 3, 1, (0, -1, 0)),
         ("nemotron_h", "mxfp4", 1, 12, (10,)),  # its FFN has no gate
@@ -178,7 +182,11 @@ def test_a_layer_of_three_sequences_is_the_blocks_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe")
+    "family",
+    (
+        *("qwen3_moe", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v2", "lfm2_moe"),
+        *("kolibri1", "gemma4_text"),
+    ),
 )
 def test_a_layer_of_several_tokens_is_the_blocks_own(family):
     """Three queries, eight of which three are padding, and eight sequences."""
@@ -199,6 +207,9 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("nemotron_h", "fp8", 1, 12, (10,)),
         ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
         ("lfm2_moe", "int4", 1, 64, (60,)),
+        ("kolibri1", "int4", 1, 12, (10,)),
+        ("afmoe", "int4", 1, 64, (60,)),
+        ("gemma4_text", "int4", 1, 20, (18,)),
     ),
 )
 @pytest.mark.slow
@@ -217,6 +228,8 @@ def test_a_layer_of_many_tokens_is_the_blocks_own(layer):
         ("qwen2_moe", "int4+q8_0", 3, 1, (0, -1, 0)),
         ("glm4_moe_lite", "int4+fp8", 1, 3, (1,)),
         ("deepseek_v2", "q4_0+fp8b", 1, 20, (17,)),
+        ("afmoe", "int4+q8_0", 1, 3, (1,)),
+        ("kolibri1", "int4+fp8"),
     ),
 )
 def test_layers_with_a_shared_expert_in_another_format_are_the_blocks_own(layer):
@@ -234,7 +247,7 @@ def test_a_layer_is_the_blocks_own_in_every_format():
 @pytest.mark.parametrize("format", ("int4", "fp8b"))
 def test_a_layer_is_the_blocks_own_in_every_family(format):
     families = "olmoe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v2", "nemotron_h"
-    families += "qwen3_next", "lfm2_moe"
+    families += "qwen3_next", "lfm2_moe", "kolibri1", "afmoe", "gemma4_text"
     check_layers(*((family, format) for family in (*families, "glm4_moe_lite")))
 
 

@@ -632,7 +632,7 @@ def test_kernels_of_paging_and_of_the_cpus_share():
 @pytest.mark.slow
 def test_fused_layers_over_slots():
     """A shared expert, biases, and several tokens: logits in fp16 beside resident experts'."""
-    models = [["qwen2_moe", "int4"], ["gpt_oss", "mxfp4"]]
+    models = [["qwen2_moe", "int4"], ["gpt_oss", "mxfp4"], ["kolibri1", "int4"]]
     given = {"models": models}
     found = run_without_gpu("offload_without_gpu.py", given=given, TRITON_INTERPRET="1")
     for model in found["models"]:

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import FeedForward
+from ops.declared import GEGLU, FeedForwardAdditions
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -14,3 +15,6 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 class GegluFeedForward(FeedForward):
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
         return self.w2(geglu(*self.w13(x).chunk(2, dim=-1))), None, None
+
+    def fused_decode_settings(self) -> FeedForwardAdditions:
+        return FeedForwardAdditions(GEGLU)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, RMSNorm, new_parameter
+from ops.declared import SumAdditions
 from ops.inductor import materialize
 
 
@@ -49,3 +50,7 @@ class SandwichAddNorm(AddNorm):
         x = x + self.norm(y.view_as(x))
         x = materialize(x if self.scalar is None else x * self.scalar)
         return x, materialize(norm(x))
+
+    def fused_decode_settings(self) -> SumAdditions:
+        norms = tuple(self.branch_norms)
+        return SumAdditions(norm=self.norm, scalar=self.scalar, branch_norms=norms)

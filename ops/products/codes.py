@@ -274,7 +274,7 @@ def multiply_chunk(codes, scales, operands, table, s):
 
 @jit
 def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Apply `model.swiglu` ("silu"), or `gpt_oss.clamped_swiglu` ("clamped").
+    """Apply `model.swiglu` ("silu"), `gpt_oss.clamped_swiglu` ("clamped"), or `geglu.geglu`.
 
     An activation without a gate ("relu_squared") does not use up.
     """
@@ -286,6 +286,9 @@ def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
         return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        doubled = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+        return gate / (1.0 + tl.exp(-doubled)) * up
     else:
         tl.static_assert(ACTIVATION == "silu", "an unknown activation")
         return gate / (1.0 + tl.exp(-gate)) * up

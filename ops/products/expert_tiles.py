@@ -352,13 +352,14 @@ def combine(
     residual: Tensor | None = None,
     scale: float = 1.0,
     last: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Sum the A parts fp32 [T * A, D] of each token -> scale * sum + residual [T, D], of `dtype`.
 
-    last: as of `sort_pairs`; the result of padding is its residual.
+    last: as of `sort_pairs`; the result of padding is its residual. out: where to store the result.
     """
     T, D = len(parts) // A, parts.shape[1]
-    y = torch.empty(T, D, dtype=dtype, device=parts.device)
+    y = torch.empty(T, D, dtype=dtype, device=parts.device) if out is None else out
     s = CombineSettings(D, A, queries_of(T, last), scale)
     launch(_combine, (T, triton.cdiv(D, COLUMNS)), parts, residual, last, y, settings=s)
     return y
@@ -377,12 +378,14 @@ def run_experts(
     scale: float = 1.0,
     last: Tensor | None = None,
     shared: tuple[Weight, Weight] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
     indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]; w13 is
     [E, I, D] if the activation has no gate. The
     reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
+    out [T, D]: where to store the result.
     """
     P, E = indices.numel(), len(w13.tensors.codes)
     order = sort_pairs(indices, E + (shared is not None), last)
@@ -396,4 +399,4 @@ def run_experts(
     multiply(w13, w2, range(E) if shared else None, bias13, bias2)
     if shared is not None:
         multiply(*shared, range(E, E + 1), None, None)
-    return combine(parts, indices.shape[1], x.dtype, residual, scale, last)
+    return combine(parts, indices.shape[1], x.dtype, residual, scale, last, out)

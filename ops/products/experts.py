@@ -334,12 +334,13 @@ def down(
     send: TokenInbox | None = None,
     tiles: Tiles | None = None,
     last: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | None:
     """Sum tokens' experts: x [T A, I], weight w2 [E, D, I], indices and routing [T, A] -> [T, D].
 
     The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D].
     Long x of weights in 4 bits is quantized here, by a kernel of its own. last: as of `gate_up`;
-    the result of padding is its residual.
+    the result of padding is its residual. out [T, D]: where to store the result.
 
     With PDL, the residual is loaded before the wait: the previous kernel must not write it. Codes
     that are multiplied as integers are loaded before the wait, too. Their kernel polls the indices,
@@ -355,10 +356,11 @@ def down(
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
     check_rows("residual", residual, T, weight.out)
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
+    if out is None:
+        out = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
     fields: dict = {"scale": scale}
     if T > 1:
         fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
     how = (tiles, fields)
     choice = Chosen(indices, weights=routing, last=last if T > 1 else None)
-    return launch_sum(operands_of(x, weight), weight, choice, residual, bias, y, send, how)
+    return launch_sum(operands_of(x, weight), weight, choice, residual, bias, out, send, how)

@@ -2,8 +2,9 @@
 
 `join_tokens` has compile-time cases, which launchers name:
 
-    norm_router           x is given; scores. One GPU
-    norm_tokens           x is given; no scores: more tokens than a product norms by itself
+    norm_router           x is given, or x and a sublayer's result to be normed; scores. One GPU
+    norm_tokens           the same without scores: more tokens than a product norms by itself
+    add_branch            x + a normed result; no norm after it
     receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py); scores
     fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
     fixed_sandwich        the same of normed branches: Gemma 4
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ops.declared import Routing
 from ops.launch import await_previous, jit, launch, tl, triton
+from ops.products.branches import load_branch_again, load_branches
 from ops.products.operands import load_x
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router, sigmoid
@@ -59,18 +61,21 @@ class Added(NamedTuple):
     scalar: Tensor | None = None  # [1]: factor of x and all that
 
 
+NOTHING = Added()
+
+
 class Router(NamedTuple):
     """What makes scores of a normed token."""
 
     rows: Tensor | None = None  # [N, D]
     bias: Tensor | None = None  # [E]: of scores
-    score_bias: Tensor | None = None  # fp32 [E]: the choice is by score + bias
+    score_bias: Tensor | None = None  # [E]: the choice is by score + bias; or `Routing.factors`
 
 
 class Results(NamedTuple):
     """Where results are stored."""
 
-    normed: Tensor  # [T, D], or the operands of a `QuantizedX`
+    normed: Tensor | None = None  # [T, D], or the operands of a `QuantizedX`
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
@@ -88,7 +93,9 @@ class Join:
     E: int = 0
     rows: int = 0  # scores that a program computes
     many: bool = False  # several tokens with scores
-    softmax: bool = False  # of scores with a bias
+    softmax: bool = False  # of scores with a bias, or with factors
+    unscaled: bool = False  # scores are of the norm without its weight
+    bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -174,27 +181,6 @@ def _receive_again(memory, add, scale: tl.constexpr, m: tl.constexpr, l: tl.cons
 
 
 @jit
-def _load_branches(added, scale, at, d, stride, s: tl.constexpr):
-    """Load the branches at `at` [D], `stride` apart -> the norm of the sum of their norms.
-
-    scale: the last norm's weight.
-    """
-    inside = d < s.D
-    branch = added.y + at + d
-    values = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
-    if s.branches > 1:
-        first = tl.load(added.branch_norms + d, mask=inside, other=0.0).to(tl.float32)
-        values *= tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * first
-        for n in tl.static_range(1, s.branches):
-            branch += stride
-            other = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
-            weight = tl.load(added.branch_norms + n * s.D + d, mask=inside, other=0.0)
-            factor = tl.rsqrt(tl.sum(other * other, 0) / s.D + s.eps)
-            values += other * factor * weight.to(tl.float32)
-    return values * (tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * scale)
-
-
-@jit
 def _stores(d, s: tl.constexpr):
     """Return which of a token's numbers d [BLOCK] this program stores."""
     program = tl.program_id(0)
@@ -219,8 +205,10 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
         if s.softmax:  # its choice adds the bias
             tl.store(scores + s.N + expert, biases[1], mask=expert < s.N)
         else:
-            dots = sigmoid(dots)
-            tl.store(scores + s.N + expert, dots, mask=expert < s.N)
+            part = sigmoid(dots)
+            tl.store(scores + s.N + expert, part, mask=expert < s.N)
+            if not s.bias_before:
+                dots = part
             dots += biases[1]
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
@@ -265,7 +253,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     elif not ROWS:
         at = tl.program_id(0).to(tl.int64) * D
     x += at
-    if l is None:
+    if l is None and normed is not None:
         normed += at
     d, program = tl.arange(0, s.block), tl.program_id(0)
     inside = d < D
@@ -299,8 +287,12 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         value = add.to(tl.float32) + s.scale * _receive_sum(memory, call, d, dtype, m, s)
     elif added.norm is not None:
         stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
-        value = _load_branches(added, branch_scale, at, d, stride, s)
+        value, inverse = load_branches(added, branch_scale, at, d, stride, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
+        if indices is not None:
+            _clear_choice(indices, s)
+        if l is not None:
+            raw = load_branch_again(x, added.y + at, added.norm, inverse, factor, l)
     else:
         value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
         if added.y is not None:
@@ -313,22 +305,27 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if results.total is not None:
         value = value.to(dtype)
         tl.store(results.total + at + d, value, mask=_stores(d, s))
-        if l is not None:
+        if l is not None and added.memory is not None:
             raw = _receive_again(memory, raw, s.scale, m, l)
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     if offset is not None:
         value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
     factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
-    value = value * factor * scale
+    value = value * factor
+    if not s.unscaled:
+        value = value * scale
     if offset is not None:
         value += shift
     value = value.to(dtype)
     if ROWS:
         _store_scores(rows, value, biases, router, scores, expert, s)
-    if l is None:
+    if s.unscaled:
+        value = (value.to(tl.float32) * scale).to(dtype)
+    if l is not None:
+        if program * l.lanes < l.quads:  # the other programs end sooner
+            _store_quantized(raw, scales, factor, normed, units, dtype, l)
+    elif normed is not None:
         tl.store(normed + d, value, mask=_stores(d, s))
-    elif program * l.lanes < l.quads:  # the other programs end sooner
-        _store_quantized(raw, scales, factor, normed, units, dtype, l)
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
@@ -347,15 +344,22 @@ class NormRouter:
     rows: Tensor  # [N, D]: a row for each of E experts; then the shared experts' gate, if gated
     routing: Routing
     bias: Tensor | None = None  # [E]: of scores
+    unscaled: bool = False  # scores are of the norm without its weight
+
+    @property
+    def of_experts(self) -> Tensor | None:
+        """Return what the second row of scores is made of, [E]."""
+        routing = self.routing
+        return routing.score_bias if routing.factors is None else routing.factors
 
     @property
     def router(self) -> Router:
         """The kernel's tensors."""
-        return Router(self.rows, self.bias, self.routing.score_bias)
+        return Router(self.rows, self.bias, self.of_experts)
 
     def empty_scores(self, *shape: int) -> Tensor:
         """Return scores of tokens, to be filled: fp32 [*shape, 1 or 2, N]."""
-        rows = 1 + (self.routing.score_bias is not None)
+        rows = 1 + (self.of_experts is not None)
         return self.rows.new_empty(*shape, rows, len(self.rows), dtype=torch.float32)
 
     def check(self, x: Tensor) -> None:
@@ -368,8 +372,13 @@ class NormRouter:
     def settings(self, rows: int, **others) -> Join:
         """Return the settings of a kernel that computes `rows` scores a program."""
         N, D = self.rows.shape
-        softmax = self.routing.softmax
-        return Join(D, self.eps, N, N - self.routing.gated, rows, softmax=softmax, **others)
+        routing = self.routing
+        how = dict(
+            softmax=routing.softmax or routing.factors is not None,
+            unscaled=self.unscaled,
+            bias_before=routing.bias_before,
+        )
+        return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
 
 
 def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
@@ -401,6 +410,8 @@ def norm_router(
     plain: Tensor | None = None,
     rows: int | None = None,
     warps: int = 4,
+    added: Added = NOTHING,
+    total: Tensor | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -410,31 +421,43 @@ def norm_router(
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
     expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. With PDL, all but x is loaded while the previous
-    kernel runs. Raises ValueError as `NormRouter.check`.
+    warps: of a program; rows None: `rows_of`. added: one branch, which is normed and added to x
+    first; total [T, D] is where to store the sum. With PDL, all but x and the branch is loaded
+    while the previous kernel runs. Raises ValueError as `NormRouter.check`.
     """
     before.check(x)
     N, T = len(before.rows), len(x)
     rows = rows or rows_of(N, T)
     programs = triton.cdiv(N, rows)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = results_of(normed, scores=before.empty_scores(T), indices=indices)
+    results = results_of(normed, total=total, scores=before.empty_scores(T), indices=indices)
     if layout is not None:
         results = results._replace(plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
     grid = (programs,) if T == 1 else (programs, T)
-    tensors = x, Added(), before.norm, None, before.router, results
+    tensors = x, added, before.norm, None, before.router, results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, results.scores
 
 
-def norm_tokens(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of x [T, D], as `RMSNorm`."""
+def norm_tokens(
+    x: Tensor, norm: Tensor | None, eps: float, added: Added = NOTHING, total: Tensor | None = None
+) -> Tensor:
+    """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`."""
     normed, (T, D) = torch.empty_like(x), x.shape
-    tensors = x, Added(), norm, None, Router(), Results(normed)
+    tensors = x, added, norm, None, Router(), Results(normed, total)
     launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8)
     return normed
+
+
+def add_branch(x: Tensor, added: Added, eps: float) -> Tensor:
+    """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms."""
+    total, (T, D) = torch.empty_like(x), x.shape
+    tensors = x, added, None, None, Router(), Results(total=total)
+    branches = 1 if added.branch_norms is None else len(added.branch_norms)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps, branches=branches), warps=8)
+    return total
 
 
 def receive_norm_router(

@@ -31,6 +31,7 @@ class ChoiceSettings:
     A token's scores are those of E experts, with `gated` also the shared experts' gate. There is a
     second row unless the kernel gets a score_bias. With `sigmoid` it has the scores that become
     weights. With `biased` it has the bias, as softmax needs all scores before that is added.
+    With `factored` it has the factors of weights. bias_before: as of `Routing`.
     """
 
     E: int
@@ -39,13 +40,15 @@ class ChoiceSettings:
     gated: int
     sigmoid: bool
     biased: bool
+    bias_before: bool
+    factored: bool
     norm_topk: bool
     scale: float
 
     @property
     def rows(self) -> int:
         """Rows of a token's scores, if the kernel gets no score_bias."""
-        return 1 + (self.sigmoid or self.biased)
+        return 1 + (self.sigmoid or self.biased or self.factored)
 
     @property
     def pairs(self) -> int:
@@ -77,6 +80,8 @@ def choice_of(E: int, routing: Routing) -> ChoiceSettings:
         int(routing.gated),
         routing.score_bias is not None and not routing.softmax,
         routing.score_bias is not None and routing.softmax,
+        routing.bias_before,
+        routing.factors is not None,
         routing.norm_topk,
         routing.scale,
     )
@@ -166,7 +171,7 @@ def load_gate(scores, score_bias, s: tl.constexpr):
 def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     """Store the A best of E scores, then the shared experts: ties go to the lower index.
 
-    score_bias: with a bias, where `scores` are one row of dot products; else None.
+    score_bias: with a bias or factors, where `scores` are one row of dot products; else None.
 
     A rounds find one maximum each. Within a warp that is one instruction (redux).
     """
@@ -176,9 +181,11 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
     if s.biased:
         part, score = _softmax_scores(score, scores, score_bias, expert, s)
-    elif score_bias is not None:
+    elif score_bias is not None and not s.factored:
         part = sigmoid(score)
-        score = part + tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
+        if not s.bias_before:
+            score = part
+        score += tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
     key, rank = _score_keys(score, expert, s), tl.full([s.block], A, tl.int32)
     for n in tl.static_range(A):
         found = expert == tl.min(tl.where(key == tl.max(key, 0), expert, s.block), 0)
@@ -195,6 +202,9 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
         part /= tl.sum(part, 0)
     if s.scale != 1.0:
         part *= s.scale
+    if s.factored:
+        factors = score_bias if score_bias is not None else scores + s.N
+        part *= tl.load(factors + expert, mask=expert < s.E, other=0.0).to(tl.float32)
     tl.store(indices + rank, expert.to(tl.int64), mask=chosen)
     tl.store(weights + rank, part, mask=chosen)
     if s.shared:
@@ -226,7 +236,7 @@ def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Ten
     T, N = len(scores), scores.shape[-1]
     s, score_bias = choice_of(N - routing.gated, routing), None
     if scores.ndim == 2:
-        score_bias = routing.score_bias
+        score_bias = routing.score_bias if routing.factors is None else routing.factors
     elif scores.shape[1] != s.rows:
         raise ValueError(f"scores {list(scores.shape)} of a token have {s.rows} rows")
     indices = torch.empty(T, s.pairs, dtype=torch.int64, device=scores.device)
