@@ -127,6 +127,7 @@ def test_any_numbers_of_drafts_leave_greedy_text_as_it_is(
     assert draft != "other" or "none" in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "compiled", "overlaps"), ((0, False, False), (0, True, True), (1000, True, False))
 )

@@ -375,6 +375,7 @@ def test_an_error_within_a_pass_ends_its_sequence_alone():
     assert run(batch, requests) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", (True, False))
 def test_sampled_text_keeps_its_distribution(right, monkeypatch):
     """900 answers of 3 tokens, alone or beside others that begin or end meanwhile.

@@ -84,6 +84,7 @@ def check_errors(found: str) -> None:
         assert max(map(float, errors)) < (1e-5 if dtype == "float32" else 4e-3), (dtype, errors)
 
 
+@pytest.mark.slow
 def test_the_guide_to_a_format_runs(copy, directory, tmp_path):
     file = copy / "formats/int5.py"
     (code,), (diff,), (check,) = (

@@ -353,6 +353,7 @@ def check_dense(cases: tuple[dict, ...]) -> None:
         assert max(errors) < 1e-4, (case, errors)
 
 
+@pytest.mark.slow
 def test_a_dense_product_of_several_tokens():
     check_dense(DENSE)
 

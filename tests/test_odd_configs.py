@@ -71,7 +71,7 @@ def run_transformers(config: dict, config_class, model_class) -> tuple[dict[str,
     randomize(peer)
     with torch.no_grad():
         state, logits = peer.state_dict(), peer(TOKENS, use_cache=False).logits
-    if config["model_type"] == "kimi_linear":  # in memory its tensors have other names
+    if config.get("model_type") == "kimi_linear":  # in memory its tensors have other names
         state = revert_weight_conversion(peer, state)
     return state, logits
 

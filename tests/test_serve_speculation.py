@@ -91,6 +91,7 @@ def test_a_conversation_goes_on_after_passes(serving):
         prompt += found.choices[0].text + f"\n# {turn}\n"
 
 
+@pytest.mark.slow
 def test_answers_side_by_side_and_interrupted_ones(serving):
     """Some clients leave after a few characters, some answers have a stop text, others are whole.
 

@@ -330,6 +330,7 @@ def test_another_length_does_not_recompile(family, eager_backend):
     assert counts[0] > 0 and len(set(counts)) == 1, by_length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", (2, 6))
 def test_layers_with_and_without_a_window_are_two_compiled_blocks(eager_backend, layers):
     """For any number of layers: begin, two blocks and logits, for prompt and step, and sampling."""
