@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import tp
 from generate import load_model
-from model import Chunk, Transformer
+from model import Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.layers.kimi_delta import KimiDelta
 from models.layers.latent_attention import LatentAttention
@@ -15,16 +14,6 @@ from models.layers.latent_attention import LatentAttention
 @pytest.fixture
 def model(make_family) -> Transformer:
     return load_model(make_family("kimi_linear").directory, "cpu")
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True, **options)
 
 
 def test_published_sizes():
@@ -49,18 +38,6 @@ def test_keys_of_moonshots_files_give_the_same_model(make_family):
 def test_latent_attention_rotates_by_nothing(model):
     cos, sin = model.make_rope_table(100, torch.device("cpu")).chunk(2, dim=-1)
     assert cos.shape == (100, model.args.rotary_dim) and (cos == 1).all() and not sin.any()
-
-
-def test_joined_projections_give_the_same(model):
-    """On a GPU both products of a layer's input are one, if they are not packed."""
-    tokens = prompt(20)
-    model.setup_cache(1, 64)
-    want = run(model, tokens)
-    layer = model.layers[0].attention
-    layer.join_projections()
-    assert layer.wfgb is None
-    model.setup_cache(1, 64)
-    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_that_ranks_cannot_share_are_refused():

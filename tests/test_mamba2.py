@@ -63,18 +63,6 @@ def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(cut):
     torch.testing.assert_close(first, state, rtol=1e-4, atol=1e-4)
 
 
-def test_joined_projections_give_the_same(model):
-    """On a GPU both products of a layer's input are one, if they are not packed."""
-    tokens = prompt(20)
-    model.setup_cache(1, 64)
-    want = run(model, tokens)
-    layer = model.layers[0].attention
-    layer.join_projections()
-    assert layer.wdt is None
-    model.setup_cache(1, 64)
-    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-5)
-
-
 # The kernel ---------------------------------------------------------------------------------------
 
 

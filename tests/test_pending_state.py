@@ -7,7 +7,7 @@ from torch import Tensor
 from generate import load_model
 from model import Chunk, Transformer
 from models.layers import pending_state
-from models.layers.pending_state import PendingState
+from models.layers.pending_state import PendingState, RecurrentLayer
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
 from runtime.sequence_state import MAX_TENTATIVE
@@ -51,6 +51,20 @@ def assert_same_state(model: Transformer, other: Transformer) -> None:
 def test_the_layers_know_what_the_runtime_keeps():
     assert pending_state.MAX_TENTATIVE >= MAX_TENTATIVE
     assert pending_state.MAX_SNAPSHOTS >= MAX_SNAPSHOTS
+
+
+def test_joined_projections_give_the_same(model):
+    """On a GPU both products of a layer's input are one, if they are not packed."""
+    tokens = prompt(20)
+    model.setup_cache(1, 64)
+    want = run(model, tokens)
+    layers = [block.attention for block in model.layers]
+    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+    for layer in recurrent:
+        layer.join_projections()
+    assert recurrent and all(layer.products()[1] is None for layer in recurrent)
+    model.setup_cache(1, 64)
+    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", ((300,), (64, 200, 36), (1, 2, 129, 168)))

@@ -45,18 +45,6 @@ def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
-def test_joined_projections_give_the_same(model):
-    """On a GPU both products of a layer's input are one, if they are not packed."""
-    tokens = prompt(20)
-    model.setup_cache(1, 64)
-    want = run(model, tokens)
-    for block in model.layers[:3]:
-        block.attention.join_projections()
-        assert block.attention.wba is None
-    model.setup_cache(1, 64)
-    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-5)
-
-
 def test_published_sizes():
     """The model card says 80 B in total; config.json and this model give 79.67 B."""
     args = ARCHITECTURES["Qwen3-Next-80B-A3B"]

@@ -6,8 +6,6 @@ weight is a temporary of one product.
 Letters: a program unpacks BN rows, and BK numbers of each.
 """
 
-from __future__ import annotations  # annotations of kernels name triton, which may be absent
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
