@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from formats import FORMATS, PLAIN
 from formats.quantizer import DTYPES
 from model import Transformer, swiglu
 from models.random_weights import architecture, first_layers, number_format
-from ops.declared import SWIGLU
+from ops.compile_ahead import collect
+from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import Gpu, gpu_of
 from ops.launch import KernelError
 from ops.products import tilings
@@ -33,11 +35,12 @@ from ops.products.dense import Norm, dense_product
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
+from runtime.compile_ahead import compile_ahead
 from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedExperts, FusedLayer, fused_layers
 from tp import ModelShard
 
-LAYERS = 4  # they have each kind of layer
+LAYERS = 8  # they have each kind of layer
 L2_SIZES = 4  # all copies of a weight, as a multiple of L2
 MAX_ERROR = 8e-3  # relative; results are rounded to bf16
 MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
@@ -118,49 +121,57 @@ class Shape:
     quads: int  # quads of a row
     experts: int  # experts of a token; 0: a dense weight
     normed: bool  # x has a norm; else the result has a residual
+    activation: Activation | None = None  # of each expert's result; None: experts are summed
 
     @property
     def key(self) -> tuple[str, int, int, int]:
         """What the table knows it by. Gate and up read one x."""
-        summed = max(self.experts, 1) if self.loads == 1 else 1
+        summed = 1 if self.activation else max(self.experts, 1)
         return self.kind, self.loads, self.out, self.quads * summed
 
 
-def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, int, bool]]:
-    """Yield a layer's products: name, weight, experts, loads, and whether x has a norm."""
+def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, bool, Activation | None]]:
+    """Yield a layer's products: name, weight, experts, whether x has a norm, and activation."""
     attention, experts = layer.attention, layer.experts
     for weight, _ in attention.inputs:
-        yield "projection", weight, 0, 1, True
+        yield "projection", weight, 0, True, None
     query = getattr(attention.attention, "query_weight", None)
     if query is not None:
-        yield "query", query, 0, 1, True
-    yield "output", attention.output[0], 0, 1, False
+        yield "query", query, 0, True, None
+    yield "output", attention.output[0], 0, False, None
     if ffn := getattr(experts, "dense", None):
         for weight, _ in ffn.w13:
-            yield "dense gate_up", weight, 0, 1, True
-        yield "dense down", ffn.w2[0], 0, 1, False
-    if not isinstance(experts, FusedExperts) or not experts.activation.gated:
-        return  # those of an activation without a gate are not measured
-    yield "gate_up", experts.w13, experts.routing.pairs, 2, False
-    yield "down", experts.w2, experts.routing.pairs, 1, False
+            yield "dense gate_up", weight, 0, True, None
+        yield "dense down", ffn.w2[0], 0, False, None
+    if isinstance(experts, FusedExperts):
+        # Others than SwiGLU cost as much, but the reference knows these two alone.
+        activation = SWIGLU if experts.activation.gated else RELU_SQUARED
+        yield "gate_up", experts.w13, experts.routing.pairs, False, activation
+        yield "down", experts.w2, experts.routing.pairs, False, None
 
 
 def shapes_of(model: Transformer) -> dict[Shape, str]:
     """Return the shapes of a model's products, each once, with a name."""
     found = [each for layer in fused_layers(model).values() for each in weights_of(layer)]
     if head := fused_head(model):
-        found.append(("head", head.weight, 0, 1, True))
-    return {
-        Shape(w.kind, len(w.parts), w.group, loads, w.out, w.quads, experts, normed): name
-        for name, w, experts, loads, normed in reversed(found)
-    }
+        found.append(("head", head.weight, 0, True, None))
+    shapes = {}
+    for name, w, experts, normed, activation in reversed(found):
+        loads = 2 if activation and activation.gated else 1
+        form = w.kind, len(w.parts), w.group
+        shapes[Shape(*form, loads, w.out, w.quads, experts, normed, activation)] = name
+    return shapes
 
 
 def format_of(shape: Shape, width: int) -> str:
     """Return the name of a number format with a shape's kind, parts and codes a word."""
     wanted = shape.kind, 32 // BITS[shape.kind], shape.parts
     for name, format in FORMATS.items():
-        parts = len(format.layout((1, width), format.choose_group(width, None)))
+        try:
+            group = format.choose_group(width, None)
+        except ValueError:  # its groups do not divide such rows
+            continue
+        parts = len(format.layout((1, width), group))
         if (format.kind, format.codes_per_word, parts) == wanted:
             return name
     return PLAIN
@@ -178,8 +189,7 @@ class Product:
         self.nbytes = Weights(mode, n, 1, shape.out, width, group).nbytes
         copies = max(4, -(-L2_SIZES * cache // self.nbytes))
         self.weights = Weights(mode, n, copies, shape.out, width, group)
-        gated = shape.loads == 2
-        self.x = torch.randn(1 if gated else n, width, **BFLOAT16)
+        self.x = torch.randn(1 if shape.activation else n, width, **BFLOAT16)
         self.norm = Norm(torch.rand(width, **BFLOAT16) + 0.5, 1e-5)
         self.residual, self.routing = torch.randn(1, shape.out, **BFLOAT16), torch.rand(1, n).cuda()
         choices = torch.randperm(copies * n, device="cuda").view(copies, 1, n)
@@ -192,6 +202,8 @@ class Product:
         x = self.x.double()
         if self.shape.loads == 2:
             return swiglu(*(plain @ x[0]).chunk(2, -1))
+        if self.shape.activation:
+            return (plain @ x[0]).relu() ** 2
         if self.shape.normed:
             x = torch.nn.functional.rms_norm(x, x.shape[1:], self.norm.weight.double(), 1e-5)
         each = (plain @ x.unsqueeze(-1)).squeeze(-1)
@@ -201,8 +213,8 @@ class Product:
 
     def run(self, argument: Tensor | Weight, tiles: Tiles) -> Tensor:
         kernel, residual = self.weights.kernel, self.residual
-        if self.shape.loads == 2:
-            return multiply_each(self.x, kernel, argument, SWIGLU, tiles=tiles)
+        if self.shape.activation:
+            return multiply_each(self.x, kernel, argument, self.shape.activation, tiles=tiles)
         if self.shape.experts:
             return down(self.x, kernel, argument, self.routing, residual=residual, tiles=tiles)
         if self.shape.normed:
@@ -223,14 +235,28 @@ class Product:
         return graph_seconds(lambda argument: self.run(argument, tiles), self.arguments) * 1e6
 
 
-def tune(shape: Shape, name: str, tries: int) -> Tiles | None:
-    """Time today's tiling and others; print them -> the best, if it is faster than today's."""
-    product = Product(shape)
+def candidates_of(product: Product, tries: int) -> list[Tiles]:
+    """Return today's tiling of a product, then others."""
+    shape = product.shape
     quads = shape.key[-1]
     today = choose_tiles(product.weights.kernel, quads, shape.loads)
     others = [tiles for tiles in tilings_of(quads, shape.loads) if tiles != today]
-    times = {tiles: product.measure(tiles) for tiles in (today, *others[:tries])}
-    kind, _, out, _ = shape.key
+    return [today, *others[:tries]]
+
+
+def compile_tilings(candidates: dict[Product, list[Tiles]]) -> None:
+    """Compile the tilings of products, side by side: one after the other they take minutes."""
+    tasks = []
+    for product, tiles in candidates.items():
+        calls = [partial(product.run, product.arguments[0], each) for each in tiles]
+        tasks += collect(lambda calls=calls: [call() for call in calls])
+    compile_ahead(tasks, gpu_of(torch.device("cuda")))
+
+
+def tune(product: Product, name: str, candidates: list[Tiles]) -> Tiles | None:
+    """Time today's tiling and others; print them -> the best, if it is faster than today's."""
+    times = {tiles: product.measure(tiles) for tiles in candidates}
+    today, (kind, _, out, quads) = candidates[0], product.shape.key
     print(f"{name}: {kind} {out} x {quads} quads, {product.nbytes / 1e6:.1f} MB")
     right = sorted((us, str(tiles), tiles) for tiles, us in times.items() if us)
     for us, text, tiles in right[:8]:
@@ -301,7 +327,9 @@ def main() -> None:
     except ValueError as error:  # no such model, or no kernels for it
         parser.error(str(error))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    best = {shape.key: tune(shape, name, options.tries) for shape, name in shapes.items()}
+    candidates = {p: candidates_of(p, options.tries) for p in map(Product, shapes)}
+    compile_tilings(candidates)
+    best = {p.shape.key: tune(p, shapes[p.shape], tiles) for p, tiles in candidates.items()}
     faster = {key: tiles for key, tiles in best.items() if tiles}
     print(f"{len(faster)} of {len(best)} products have a faster tiling")
     if options.write and faster:
