@@ -90,7 +90,7 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
     entry = 2 * K * (C + 2 if kind is not KVCache else 2 * C)  # bytes of a position
     count = max(1, min(MAX_LAYERS, MAX_BYTES // (entry * length)))
     layers = [layer, *(random_layer(args, length, kind) for _ in range(count - 1))]
-    shape = 1, options.queries, getattr(layer, layer.projection).weight.shape[0]
+    shape = 1, options.queries, layer.projection.weight.shape[0]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in layers]
     for position in (p for p in options.positions if p + options.queries <= length):
         context = make_context(args, length, position, options.queries)

@@ -116,7 +116,7 @@ class GlobalAttention(WindowAttention):
 
     def fused_decode_settings(self) -> AttentionAdditions:
         added = super().fused_decode_settings()
-        return replace(added, keys_are_values=True, projection="wqk")
+        return replace(added, keys_are_values=True)
 
 
 class Gemma4MoE(MoE):

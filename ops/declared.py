@@ -83,7 +83,6 @@ class AttentionAdditions:
     keys_are_values: bool = False  # values are the keys before norm and RoPE
     rope_begin: int = 0  # the layer's first column of `Context.rope`
     gate: OutputGate | None = None  # the output is multiplied by an activation of this gate
-    projection: str = "wqkv"  # name of the module that makes q, k and v
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ from runtime.plain_forms import settings_of, undeclared
 KERNELS = "attend_kernel", "merge_kernel"
 
 
+def projections_of(attention: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Return the names of attention's products before `core`, and of the one after it."""
+    return getattr(attention, "projections", (("wqkv",), "wo"))
+
+
 class FusedDecodeAttention(Attention):
     """An attention layer whose core is a kernel, where that computes it.
 
@@ -30,7 +35,7 @@ class FusedDecodeAttention(Attention):
         nn.Module.__init__(self)
         self.__dict__.update(plain.__dict__)
         self.plain = (plain,)  # a tuple hides it from nn.Module
-        self.sinks, self.projection = additions.sinks, additions.projection
+        self.projections, self.sinks = projections_of(plain), additions.sinks
         self.gate = gate = additions.gate
         # Over heads that are sharded a norm needs an all-reduce (tp.ShardedRMSNorm).
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
@@ -52,8 +57,14 @@ class FusedDecodeAttention(Attention):
         )
         self.settings, self.first_gate = settings.encoded(), settings.first_gate
 
+    @property
+    def projection(self) -> nn.Module:
+        """The product that makes q, k and v."""
+        (name,), _ = self.projections
+        return getattr(self, name)
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return self.wo(self.core(getattr(self, self.projection)(x), context))
+        return self.wo(self.core(self.projection(x), context))
 
     def core(self, qkv: Tensor, context: Context) -> Tensor:
         if self.is_fused(qkv, context):

@@ -55,7 +55,7 @@ from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
-from runtime.fused_attention import FusedDecodeAttention, fused_attention
+from runtime.fused_attention import FusedDecodeAttention, fused_attention, projections_of
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_sum import ResidualSum
 from runtime.plain_forms import settings_of, undeclared
@@ -131,7 +131,7 @@ class FusedAttention:
         self.attention = choose_attention(attention)
         if undeclared(self.norm, RMSNorm) or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
-        names, output = getattr(attention, "projections", (("wqkv",), "wo"))
+        names, output = projections_of(attention)
         modules = [getattr(attention, name) for name in names]
         self.inputs = [each for m in modules if m is not None for each in projection_weights(m)]
         output = getattr(attention, output)

@@ -99,7 +99,7 @@ class PromptLayer:
         attention = self.attention
         if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
             return self.block.attention(normed, context)
-        projected = project(getattr(attention, attention.projection), normed)[0]
+        projected = project(attention.projection, normed)[0]
         norms = attention.norm_weights()
         q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
         k, v = attention.cache.append(kv.unsqueeze(0), context)

@@ -812,6 +812,7 @@ def receive_part(
     results = receive_norm_router(x, inbox, *settings)
     assert indices.item() == -1
     total, normed, scores = results
+    assert scores.shape == (1, 1 + case.sigmoid, N)  # the next kernel counts tokens by it
     errors = {}
     if weight.kind in INTEGERS:
         inbox.calls.sub_(1)  # receive it again

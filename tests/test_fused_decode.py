@@ -36,8 +36,11 @@ REFUSED = {
 
 
 def on_meta(name: str, mode: str):
-    """Return the first layers of a published model, in bf16 beside the packed weights."""
-    args = first_layers(ARCHITECTURES[name], 5)
+    """Return the first layers of a published model, in bf16 beside the packed weights.
+
+    Of six one has full attention where the others have not.
+    """
+    args = first_layers(ARCHITECTURES[name], 6)
     return tp.ModelShard(args, number_format(mode, args)).model.to(torch.bfloat16)
 
 
@@ -84,7 +87,7 @@ def test_kernels_are_described(monkeypatch):
     for gpu in KNOWN.values():  # Turing has no PTX for bf16, which the kernels contain
         has_kernels = gpu.capability >= (8, 0)
         assert describe("GLM-4.5-Air", "int4", gpu).startswith("fused") == has_kernels
-    assert describe("GLM-4.5-Air", "bf16", hopper) == "fused (5 of 5 layers)"  # the first is dense
+    assert describe("GLM-4.5-Air", "bf16", hopper) == "fused (6 of 6 layers)"  # the first is dense
     assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
     assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
     assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
@@ -92,9 +95,9 @@ def test_kernels_are_described(monkeypatch):
     assert choose_runner(lfm2, "auto") is FusedRunner
     lfm2.kernels_ran = False  # as a family's class says until a GPU has run its kernels
     assert choose_runner(lfm2, "auto") is CompiledRunner
-    assert describe_kernels(lfm2, FusedRunner) == "fused (5 of 5 layers)"
+    assert describe_kernels(lfm2, FusedRunner) == "fused (6 of 6 layers)"
     assert describe_kernels(lfm2, CompiledRunner) == "Inductor (no GPU has run its kernels)"
-    assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 5
+    assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 6
     assert count_fused(on_meta("DeepSeek-V3", "bf16")) == 0  # its dense layers alone have some
     phi = describe("Phi-3.5-MoE", "bf16", hopper)
     assert phi == "Inductor (layer 0: no kernels for Attention, or its norm)"
@@ -139,7 +142,7 @@ def test_a_prompts_chunk_takes_the_kernels(name, mode):
 
 def shard_on_meta(name: str, mode: str, parallel: str, ranks: int = 2):
     """Return the first layers of one rank's shard, with its collectives."""
-    args = first_layers(ARCHITECTURES[name], 5)
+    args = first_layers(ARCHITECTURES[name], 6)
     shard = tp.ModelShard(args, number_format(mode, args), parallel, 0, ranks)
     shard.model.to(torch.bfloat16)
     shard.insert_collectives()

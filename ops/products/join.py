@@ -357,10 +357,10 @@ class NormRouter:
         """The kernel's tensors."""
         return Router(self.rows, self.bias, self.of_experts)
 
-    def empty_scores(self, *shape: int) -> Tensor:
-        """Return scores of tokens, to be filled: fp32 [*shape, 1 or 2, N]."""
+    def empty_scores(self, T: int) -> Tensor:
+        """Return scores of T tokens, to be filled: fp32 [T, 1 or 2, N]."""
         rows = 1 + (self.of_experts is not None)
-        return self.rows.new_empty(*shape, rows, len(self.rows), dtype=torch.float32)
+        return self.rows.new_empty(T, rows, len(self.rows), dtype=torch.float32)
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError for x [T, D] or weights that the kernel does not take."""
@@ -481,7 +481,7 @@ def receive_norm_router(
     programs, rows, share = divide_token(N, D)
     warps, total = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8, torch.empty_like(x)
     normed, layout = empty_norm(x, weight, programs, warps)
-    scores = before.empty_scores()
+    scores = before.empty_scores(1)
     results = results_of(normed, total=total, scores=scores, indices=indices)
     s = before.settings(
         rows,
