@@ -25,6 +25,7 @@ from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import DTYPES
 from model import Transformer, swiglu
+from models.layers.pending_state import RecurrentLayer
 from models.random_weights import architecture, first_layers, number_format
 from ops.compile_ahead import collect
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
@@ -152,6 +153,9 @@ def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, bool, Acti
 
 def shapes_of(model: Transformer) -> dict[Shape, str]:
     """Return the shapes of a model's products, each once, with a name."""
+    for block in model.layers:
+        if isinstance(block.attention, RecurrentLayer):
+            block.attention.join_projections()  # as on a GPU
     found = [each for layer in fused_layers(model).values() for each in weights_of(layer)]
     if head := fused_head(model):
         found.append(("head", head.weight, 0, True, None))
