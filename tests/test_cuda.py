@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from chunks import prompt
 from conftest import FAMILIES, HYBRID_CHECKPOINT
 from test_batch import Alternating, random_requests, run
 from test_token_draw import SETTINGS
@@ -81,10 +82,6 @@ def without_a_compiler_bug(request):
     small_gemma = "gemma4" in request.node.name
     with inductor.patch({"triton.persistent_reductions": False} if small_gemma else {}):
         yield
-
-
-def prompt(length: int = 40) -> torch.Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> torch.Tensor:

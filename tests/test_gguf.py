@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from chunks import prompt
 from conftest import FAMILIES, randomize
 from gguf_checkpoint import add_value, write_gguf
 from hypothesis import given, settings
@@ -285,10 +286,6 @@ def wide_peer(name: str):
     peer = type(FAMILIES[name]())(WIDE_CONFIGS[name]())
     randomize(peer.eval())
     return peer
-
-
-def prompt() -> torch.Tensor:
-    return torch.randint(160, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
 def check_logits(path: Path, peer) -> torch.nn.Module:

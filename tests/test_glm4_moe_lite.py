@@ -6,38 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunks import all_logits, prompt, run
 from conftest import save_in_fp8
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
 from checkpoint import Checkpoint
 from generate import load_model
-from model import Chunk, Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
 
 
-def prompt(length: int) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(1))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True)
-
-
 @pytest.mark.parametrize("sizes", ((40,), (300,), (64, 200, 36), (1, 2, 129, 168)))
 def test_a_prompt_in_chunks_matches_transformers(make_family, sizes):
-    family, tokens, start, parts = make_family("glm4_moe_lite"), prompt(sum(sizes)), 0, []
-    model = load_model(family.directory, "cpu")
-    model.setup_cache(1, 384)
-    for part in tokens.split(sizes, dim=1):
-        parts.append(run(model, part, start))
-        start += part.shape[1]
+    family, tokens = make_family("glm4_moe_lite"), prompt(sum(sizes))
+    got = all_logits(family.directory, tokens, *sizes)
     want = family.peer(tokens).logits
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 def test_published_sizes():

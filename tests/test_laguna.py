@@ -1,15 +1,13 @@
 """What is particular to Laguna: heads and RoPE by layer, gates, its published layout and chat."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
+from chunks import all_logits, prompt
 from conftest import FAMILIES, randomize
-from torch import Tensor
 
 from generate import load_model
-from model import Chunk, ModelArgs
+from model import ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
 from runtime.reasoning import CLOSE, OPEN, ThinkSplitter, make_splitter
@@ -24,20 +22,6 @@ ROPE = {
     KINDS[0]: {"rope_type": "default", "rope_theta": 1e4},
     KINDS[1]: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
 }
-
-
-def prompt(length: int) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(1))
-
-
-def all_logits(directory: Path, tokens: Tensor, *sizes: int) -> Tensor:
-    """Return the logits of a prompt in chunks of these sizes and of what is left."""
-    model, start, parts = load_model(directory, "cpu"), 0, []
-    model.setup_cache(1, 384)
-    for part in tokens.split((*sizes, tokens.shape[1] - sum(sizes)), dim=1):
-        start += part.shape[1]
-        parts.append(model(part, Chunk(torch.tensor([0]), start), all_positions=True))
-    return torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize("sizes", ((), pytest.param((1, 2, 129), marks=pytest.mark.slow)))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
+from chunks import prompt, run, run_chunks
 
 import tp
 from benchmarks.decode_speed import cache_in_use
 from formats.kv_cache import KV_CACHES
 from generate import load_model
-from model import Chunk, KVCache, Transformer
+from model import KVCache, Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.layers.short_conv import ConvCache
 from models.lfm2_moe import Lfm2MoeArgs
@@ -28,16 +28,6 @@ def model(make_family) -> Transformer:
     return load_model(make_family("lfm2_moe").directory, "cpu")
 
 
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True, **options)
-
-
 def rings(model: Transformer) -> list[ConvCache]:
     return [state for state in model.states if isinstance(state, ConvCache)]
 
@@ -48,13 +38,10 @@ def rings(model: Transformer) -> list[ConvCache]:
 @pytest.mark.parametrize("sizes", ((300,), (64, 200, 36), (1, 2, 129, 168), (1,) * 140))
 def test_a_long_prompt_matches_transformers(make_family, model, sizes):
     """Also token by token, until the ring is full."""
-    tokens, start, parts = prompt(sum(sizes)), 0, []
+    tokens = prompt(sum(sizes))
     want = make_family("lfm2_moe").peer(tokens).logits
-    model.setup_cache(1, LONG)
-    for part in tokens.split(sizes, dim=1):
-        parts.append(run(model, part, start))
-        start += part.shape[1]
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=1e-4)
+    got = run_chunks(model, tokens, *sizes, length=LONG)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "billions"), (("LFM2.5-8B-A1B", 8.47), ("LFM2-24B-A2B", 23.84)))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import transformers
+from chunks import prompt, run
 from conftest import FAMILIES as FIXTURES
 from conftest import randomize
-from torch import Tensor
 from without_gpu import run_without_gpu
 
 from generate import load_model
-from model import Chunk, Transformer
+from model import Transformer
 from models.converter import convert
 from ops.plain.mamba2 import ssm_chunk, ssm_step, time_steps
 from runtime.sampling import Sampling
@@ -26,16 +26,6 @@ def made(request, make_family):
 @pytest.fixture
 def model(made) -> Transformer:
     return load_model(made.directory, "cpu")
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True, **options)
 
 
 # Arithmetic ---------------------------------------------------------------------------------------

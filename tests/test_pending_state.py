@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from chunks import prompt, run, run_chunks
 
 from generate import load_model
 from model import Chunk, Transformer
@@ -26,16 +26,6 @@ def made(request, make_family):
 @pytest.fixture
 def model(made) -> Transformer:
     return load_model(made.directory, "cpu")
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True, **options)
 
 
 def recurrent_states(model: Transformer) -> list[PendingState]:
@@ -70,13 +60,9 @@ def test_joined_projections_give_the_same(model):
 @pytest.mark.parametrize("sizes", ((300,), (64, 200, 36), (1, 2, 129, 168)))
 def test_a_long_prompt_matches_transformers(made, model, sizes):
     """Several chunks of the layer, and several of the prompt."""
-    tokens, start, parts = prompt(300), 0, []
+    tokens = prompt(300)
     want = made.peer(tokens).logits
-    model.setup_cache(1, 384)
-    for part in tokens.split(sizes, dim=1):
-        parts.append(run(model, part, start))
-        start += part.shape[1]
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(run_chunks(model, tokens, *sizes), want, rtol=0, atol=1e-4)
 
 
 def test_padding_and_idle_rows_leave_the_state(model):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunks import prompt
 from conftest import FAMILIES, smoke_diagonal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -681,10 +682,6 @@ def with_unpacked_weights(quantized: Transformer, source: Path) -> Transformer:
         if isinstance(module, PackedLinear | PackedExpertLinear):
             plain.get_submodule(path).weight = nn.Parameter(module.unpack(), requires_grad=False)
     return plain
-
-
-def prompt(length: int = 40) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def all_logits(model: Transformer, tokens: Tensor) -> Tensor:

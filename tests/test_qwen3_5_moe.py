@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunks import all_logits, prompt
 from conftest import COMMON, HYBRID, in_blocks, randomize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers import (
 
 from checkpoint import Checkpoint
 from generate import load_model
-from model import Chunk
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.converter import convert
 from runtime.sampling import Sampling
@@ -34,16 +34,6 @@ VISION = dict(
 )
 TEXT = COMMON | HYBRID
 M_ROPE = TEXT["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def all_logits(directory: Path, tokens: Tensor) -> Tensor:
-    model = load_model(directory, "cpu")
-    model.setup_cache(1, 384)
-    return model(tokens, Chunk(torch.tensor([0]), tokens.shape[1]), all_positions=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunks import prompt, run
 from conftest import HYBRID, in_blocks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,7 +17,7 @@ from benchmarks.decode_speed import cache_in_use
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
-from model import Chunk, KVCache, Transformer
+from model import KVCache, Transformer
 from models import ARCHITECTURES, build_model
 from models.converter import convert
 from models.layers.gated_delta_net import DeltaState
@@ -30,16 +31,6 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture
 def model(make_family) -> Transformer:
     return load_model(make_family("qwen3_next").directory, "cpu")
-
-
-def prompt(length: int, seed: int = 1) -> Tensor:
-    return torch.randint(160, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model: Transformer, tokens: Tensor, start: int = 0, **options) -> Tensor:
-    """Run tokens [1, Q] as a chunk of row 0 -> logits [1, Q, V]."""
-    chunk = Chunk(torch.tensor([0]), start + tokens.shape[1])
-    return model(tokens, chunk, all_positions=True, **options)
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
