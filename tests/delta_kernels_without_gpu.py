@@ -6,8 +6,6 @@
 It prints one JSON object: by case, the relative error of each result, or counts of machine code.
 """
 
-import json
-import os
 import sys
 from copy import deepcopy
 from functools import partial
@@ -30,9 +28,14 @@ from ops.plain.gated_delta import (
     gates_in_torch,
     norm_in_torch,
 )
-from tests import interpreter
-from tests.kernels_without_gpu import overwritten
 from tests.launched_code import launched_code
+from tests.recurrent_without_gpu import (
+    counts,
+    layer_errors,
+    print_results,
+    random_state,
+    relative_error,
+)
 
 PROMPTS = {  # B, Q, K, H, Ck, Cv
     "one token": (1, 1, 1, 1, 16, 16),
@@ -137,49 +140,25 @@ def random_few(
     width = sum(len(product.weight) for product in layer.products()[:2])
     projected = torch.randn(B, T, width, generator=generator)
     projected[..., -2 * H :] *= 5
-    context = Context(*[None] * len(Context._fields))
-    last = None if last is None else torch.tensor(last)
-    positions = torch.arange(T).unsqueeze(0) + 20 + torch.arange(B).unsqueeze(1)
-    for row, count in enumerate(accepted):
-        layer.state.first[row] = 0 if count is None else positions[row, 0] + 1 - count
-    context = context._replace(last=last, positions=positions)
+    context = random_state(layer, T, last, accepted)
     return layer.requires_grad_(False), projected.to(dtype), context
 
 
 def few_errors(case: tuple, channel_decay: bool = False) -> list[float]:
     """Return the errors of y, and of all that the state keeps."""
-    layer, projected, context = random_few(*case, channel_decay=channel_decay)
-    ours = deepcopy(layer)
-    y = layer.core(projected, context)
-    with mock.patch.object(module_of(layer), "delta_tokens_supports", lambda state: True):
-        got = ours.core(projected, context)
-    # Padding may read anything, since its y is used by no one.
-    real = torch.ones(y.shape[:2], dtype=torch.bool)
-    if context.last is not None:
-        real = torch.arange(y.shape[1]) <= context.last.unsqueeze(1)
-    found = [relative_error(got[real], y[real])]
-    found += state_errors(ours.state, layer.state, case[0])
-    # The next call may be of a kind that no kernel computes: after 0, some and all of the tokens.
-    T, row = case[1], None if case[0] > 1 else torch.tensor([0])
-    for count in {0, 1, T}:
-        taken = []
-        for each, supports in ((ours, True), (layer, False)):
-            state = deepcopy(each.state)
-            with mock.patch.object(
-                delta_pending, "kernels_support", lambda _, found=supports: found
-            ):
-                delta_pending.take_in_pending(
-                    state.state,
-                    state.pending(),
-                    [*layer.weights()],
-                    context.positions[:, :1] + count,
-                    context.last,
-                    row,
-                    layer.sizes.key_heads,
-                )
-            taken.append(state)
-        found += state_errors(*taken, case[0])
-    return found
+    layer, *call = random_few(*case, channel_decay=channel_decay)
+    supports = mock.patch.object(module_of(layer), "delta_tokens_supports", lambda state: True)
+
+    def run(layer: DeltaNet | KimiDelta, *call) -> Tensor:
+        with supports:
+            return layer.core(*call)
+
+    def take_in(state: DeltaState, position, last, row, by_kernel: bool) -> None:
+        memory = state.state, state.pending(), [*layer.weights()]
+        with mock.patch.object(delta_pending, "kernels_support", lambda _: by_kernel):
+            delta_pending.take_in_pending(*memory, position, last, row, layer.sizes.key_heads)
+
+    return layer_errors(layer, *call, run, take_in)
 
 
 def expanded_error(T: int) -> float:
@@ -192,22 +171,6 @@ def expanded_error(T: int) -> float:
 
 def module_of(layer: DeltaNet | KimiDelta):
     return sys.modules[type(layer).__module__]
-
-
-def state_errors(ours: DeltaState, plain: DeltaState, rows: int) -> list[float]:
-    """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
-    found, width = [], plain.sizes.width - 1
-    assert torch.equal(ours.first, plain.first)
-    names = "state", "inputs", "ba"
-    for name in names:
-        pair = getattr(ours, name), getattr(plain, name)
-        assert torch.equal(*(t[rows:] for t in pair)), name
-        for row in range(rows):  # what is not pending has no effect
-            used = {"state": None, "inputs": width, "ba": 0}[name]
-            if plain.first[row].any() and name != "state":
-                used = None
-            found.append(relative_error(*(t[row, :used] for t in pair)))
-    return found
 
 
 N_SEED = 3
@@ -234,12 +197,6 @@ def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals,
         torch.where(kept.view(B, 1, 1, 1), new, state),
         torch.where(kept.view(B, 1, 1), moved, window),
     )
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    if torch.equal(got, want):
-        return 0.0
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 def errors() -> dict[str, list[float]]:
@@ -281,22 +238,6 @@ def errors() -> dict[str, list[float]]:
     return found | {name: few_errors(case) for name, case in FEW.items()}
 
 
-def counts(code) -> dict[str, int]:
-    """Count instructions of an H200: all, and some kinds; loads of 16 bytes before the wait."""
-    asm = code.asm["sass"]
-    return {
-        "waits": asm.count("ACQBULK"),
-        "starts": asm.count("PREEXIT"),
-        "spills": asm.count("STL"),
-        "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
-        "products": asm.count("MMA."),
-        "instructions": asm.count(";"),
-        "barriers": asm.count("BAR.SYNC"),
-        "overwritten": overwritten(code.asm["ptx"]),
-        "shared": code.metadata.shared,
-    }
-
-
 def machine_code() -> dict[str, dict[str, int]]:
     """Compile each kernel at the sizes of Qwen3-Next and Qwen3.6-35B-A3B."""
     x, window, weight = (
@@ -332,14 +273,5 @@ def machine_code() -> dict[str, dict[str, int]]:
     return {name: counts(code) for name, code in found.items()}
 
 
-def main() -> int:
-    torch.set_num_threads(1)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted:
-        interpreter.prepare()
-    print(json.dumps(errors() if interpreted else machine_code()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_results(errors, machine_code))

@@ -7,10 +7,8 @@ CASES="NAME,NAME" chooses some. It prints one JSON object: by case, the relative
 result, or counts of machine code.
 """
 
-import json
 import os
 import sys
-from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -22,9 +20,8 @@ from model import Context
 from models.layers.mamba2 import Mamba2, MambaSizes, MambaState
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import mamba
-from tests import interpreter
-from tests.delta_kernels_without_gpu import counts, relative_error
 from tests.launched_code import launched_code
+from tests.recurrent_without_gpu import counts, layer_errors, print_results, random_state
 
 CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None: it had one token)
     "one token": (1, 1, 4, 16, 2, 16, 4, None, (None,)),
@@ -67,55 +64,25 @@ def random_call(
             tensor.data = torch.randn(tensor.shape, generator=generator).to(kept)
     width = layer.sizes.inner + layer.sizes.channels + H
     projected = torch.randn(B, T, width, generator=generator).to(dtype)
-    last = None if last is None else torch.tensor(last)
-    positions = torch.arange(T).unsqueeze(0) + 20 + torch.arange(B).unsqueeze(1)
-    for row, count in enumerate(accepted):
-        layer.state.first[row] = 0 if count is None else positions[row, 0] + 1 - count
-    context = Context(*[None] * len(Context._fields))._replace(last=last, positions=positions)
+    context = random_state(layer, T, last, accepted)
     return layer.requires_grad_(False), projected, context
 
 
 def case_errors(case: tuple) -> list[float]:
     """Return the errors of y, and of all that the state keeps."""
-    layer, projected, context = random_call(*case)
-    ours = deepcopy(layer)
-    y = layer.core(projected, context)
-    got = ours.fused_core(projected, context)
-    # Padding may read anything, since its y is used by no one.
-    real = torch.ones(y.shape[:2], dtype=torch.bool)
-    if context.last is not None:
-        real = torch.arange(y.shape[1]) <= context.last.unsqueeze(1)
-    found = [relative_error(got[real], y[real])]
-    found += state_errors(ours.state, layer.state, case[0])
-    # The next call may be of a kind that no kernel computes: after 0, some and all of the tokens.
-    T, row = case[1], None if case[0] > 1 else torch.tensor([0])
-    for count in {0, 1, T}:
-        taken = []
-        for each, supports in ((ours, True), (layer, False)):
-            state = deepcopy(each.state)
-            state.arrivals = each.state.arrivals.clone()
-            choice = mock.patch.object(mamba, "kernels_support", lambda _, found=supports: found)
-            place = context.positions[:, :1] + count, context.last, row, state.arrivals
-            with choice:
-                mamba.take_in_pending(state.state, state.pending(), [*layer.weights()], *place)
-            assert not state.arrivals.any()
-            taken.append(state)
-        found += state_errors(*taken, case[0])
-    return found
+    layer, *call = random_call(*case)
+
+    def take_in(state: MambaState, position, last, row, by_kernel: bool) -> None:
+        memory = state.state, state.pending(), [*layer.weights()]
+        with mock.patch.object(mamba, "kernels_support", lambda _: by_kernel):
+            mamba.take_in_pending(*memory, position, last, row, state.arrivals)
+
+    return layer_errors(layer, *call, Mamba2.fused_core, take_in)
 
 
-def state_errors(ours: MambaState, plain: MambaState, rows: int) -> list[float]:
-    """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
-    found = []
-    assert torch.equal(ours.first, plain.first) and not ours.arrivals.any()
-    # What is not pending has no effect.
-    for name, used in {"state": None, "inputs": plain.width - 1, "dt": 0}.items():
-        pair = getattr(ours, name), getattr(plain, name)
-        assert torch.equal(*(t[rows:] for t in pair)), name
-        for row in range(rows):
-            end = None if plain.first[row].any() else used
-            found.append(relative_error(*(t[row, :end] for t in pair)))
-    return found
+def errors() -> dict[str, list[float]]:
+    names = os.environ.get("CASES", ",".join(CASES)).split(",")
+    return {name: case_errors(CASES[name]) for name in names}
 
 
 def machine_code() -> dict[str, dict[str, int]]:
@@ -135,17 +102,5 @@ def machine_code() -> dict[str, dict[str, int]]:
     return {name: counts(code) for name, code in found.items()}
 
 
-def main() -> int:
-    torch.set_num_threads(1)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted:
-        interpreter.prepare()
-        names = os.environ.get("CASES", ",".join(CASES)).split(",")
-        print(json.dumps({name: case_errors(CASES[name]) for name in names}))
-    else:
-        print(json.dumps(machine_code()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_results(errors, machine_code))

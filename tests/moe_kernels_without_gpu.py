@@ -617,13 +617,61 @@ def shard_of(source: RandomWeights, rank: int, ranks: int) -> Transformer:
     return shard.model
 
 
+class TwoRanks:
+    """A layer's kernels on two ranks, one after the other.
+
+    sends: products send to both ranks. Otherwise this class adds what the ranks have computed.
+    """
+
+    def __init__(self, ranks: list[Block], rows: Tensor, sends: bool):
+        self.layers, self.rows, self.sends = [FusedLayer(rank) for rank in ranks], rows, sends
+        self.inboxes = make_inboxes(2) if sends else [None, None]
+        self.parts, self.sums, self.found = [], [], []  # of attention; before experts; results
+
+    def add(self, x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
+        """Stand in for `tp.all_reduce_add`."""
+        inbox = self.inboxes[len(self.found)]
+        if x is self.rows:  # before a dense FFN: both ranks have sent attention's result
+            return receive_add(x, inbox, scale) if self.sends else x + scale * sum(self.parts)
+        self.sums.append(x)
+        # Received when both ranks have sent.
+        return partial(receive_add, x, inbox, scale) if self.sends else scale * y
+
+    def add_router(self, x: Tensor, y: Tensor | None, scale: float, router, indices, weight):
+        """Stand in for `tp.all_reduce_add_router`."""
+        if self.sends:
+            inbox = self.inboxes[len(self.found)]
+            return receive_norm_router(x, inbox, scale, router, indices, weight)
+        x = x + scale * sum(self.parts)
+        return x, *norm_router(x, router, weight, indices)
+
+    def inbox_of(self, x: Tensor) -> TokenInbox | None:
+        return self.inboxes[len(self.found if len(self.parts) == 2 else self.parts)]
+
+    def run(self, context: Context) -> Tensor:
+        """Return the layer's result; `found` has each rank's experts and weights, too."""
+        core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
+        reduce = dict(all_reduce_add=self.add, all_reduce_add_router=self.add_router)
+        with as_on_a_gpu(), mock.patch.multiple(tp, **reduce, inbox_of=self.inbox_of):
+            for layer in self.layers:
+                self.parts.append(layer.attention.forward(self.rows, context, core))
+            assert (self.parts == [None, None]) == self.sends
+            for layer, part in zip(self.layers, self.parts, strict=True):
+                layer.experts.prepare()
+                self.found.append(layer.experts.forward(self.rows, part, None))
+            if not self.sends:
+                return self.sums[0] + sum(y for y, *_ in self.found)
+            got, other = (receive() for receive, *_ in self.found)
+        assert got.equal(other)
+        return got
+
+
 def sharded_error(
     family: str, format: str, sends: bool = True, dense: bool = False
 ) -> dict[str, float]:
-    """Compare a layer's kernels on two ranks, one after the other, with the whole plain block.
+    """Compare a layer's kernels on two ranks with the whole plain block.
 
-    sends: products send to both ranks. Otherwise the test adds what the ranks have computed. dense:
-    the layer has a dense FFN.
+    sends: as of `TwoRanks`. dense: the layer has a dense FFN.
     """
     args = LAYERS[family][0](family, **arguments_of(family, dense))
     source = ShardedWeights(args, plan_format(build_model(args), format, format, dtype="fp32"))
@@ -637,55 +685,18 @@ def sharded_error(
     for part, of_rank in zip(caches, heads, strict=True):
         part.copy_(of_rank)
     want, _, *routing = block(x, block.attention_norm(x), context, torch.nn.Identity())
-    layers, sums, found, parts = [FusedLayer(rank) for rank in ranks], [], [], []
-    inboxes = make_inboxes(2) if sends else [None, None]
-
-    rows = x[0]
-
-    def add(x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
-        if x is rows:  # before a dense FFN: both ranks have sent attention's result
-            return receive_add(x, inboxes[len(found)], scale) if sends else x + scale * sum(parts)
-        sums.append(x)
-        if sends:  # received when both ranks have sent
-            return partial(receive_add, x, inboxes[len(found)], scale)
-        return scale * y
-
-    def add_router(x: Tensor, y: Tensor | None, scale: float, router, indices, weight):
-        if sends:
-            args = scale, router, indices, weight
-            return receive_norm_router(x, inboxes[len(found)], *args)
-        x = x + scale * sum(parts)
-        return x, *norm_router(x, router, weight, indices)
-
-    with as_on_a_gpu(), ExitStack() as stack:
-        core = lambda attention, projected, context: attention.core(projected, context)  # noqa: E731
-        reduce = dict(all_reduce_add=add, all_reduce_add_router=add_router)
-        stack.enter_context(mock.patch.multiple(tp, **reduce))
-        inbox_of = lambda x: inboxes[len(found if len(parts) == 2 else parts)]  # noqa: E731
-        stack.enter_context(mock.patch.object(tp, "inbox_of", inbox_of))
-        for layer in layers:
-            parts.append(layer.attention.forward(rows, context, core))
-        assert (parts == [None, None]) == sends
-        for layer, part in zip(layers, parts, strict=True):
-            layer.experts.prepare()
-            found.append(layer.experts.forward(rows, part, None))
-        if sends:
-            got, other = (receive() for receive, *_ in found)
-            assert got.equal(other)
-        else:
-            got = sums[0] + sum(y for y, *_ in found)
+    both = TwoRanks(ranks, x[0], sends)
+    got, found = both.run(context), both.found
     if routing[0] is None:  # no experts
-        found, routing = (
-            [(None, torch.zeros(1), torch.ones(1))] * 2,
-            [torch.zeros(1), torch.ones(1)],
-        )
+        routing = [torch.zeros(1), torch.ones(1)]
+        found = [(None, *routing)] * 2
     return {
         "x": ((got - want[0]).norm() / (want[0] - x[0]).norm().maximum(x.norm())).item(),
         "cache": max(relative(*pair) for pair in zip(caches, heads, strict=True)),
         "experts": float(sum((indices != routing[0]).sum() for _, indices, _ in found)),
         "weights": max(relative(weights, routing[1]) for *_, weights in found),
         "ranks": float(not found[0][2].equal(found[1][2])),
-        "sums": float(not sums[0].equal(sums[1])),
+        "sums": float(not both.sums[0].equal(both.sums[1])),
     }
 
 

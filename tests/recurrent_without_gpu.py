@@ -1,0 +1,99 @@
+"""What the scripts for kernels of recurrent layers share; see kernels_without_gpu.py."""
+
+import json
+import os
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from model import Context
+from models.layers.pending_state import PendingState, RecurrentLayer
+from tests import interpreter
+from tests.kernels_without_gpu import overwritten
+
+
+def random_state(layer: RecurrentLayer, T: int, last, accepted) -> Context:
+    """Let each sequence's call follow `accepted` pending tokens -> the context of T tokens.
+
+    None: there are none. last: the last real token of each sequence, or None: all are real.
+    """
+    last = None if last is None else torch.tensor(last)
+    positions = torch.arange(T).unsqueeze(0) + 20 + torch.arange(len(accepted)).unsqueeze(1)
+    for row, count in enumerate(accepted):
+        layer.state.first[row] = 0 if count is None else positions[row, 0] + 1 - count
+    return Context(*[None] * len(Context._fields))._replace(last=last, positions=positions)
+
+
+def layer_errors(
+    layer: RecurrentLayer, projected: Tensor, context: Context, run: Callable, take_in: Callable
+) -> list[float]:
+    """Return the errors of y, and of all that the state keeps.
+
+    run: `core` of a layer by its kernels. take_in: takes a state, positions and a row; with True by
+    a kernel.
+    """
+    ours, (B, T, _) = deepcopy(layer), projected.shape
+    y, got = layer.core(projected, context), run(ours, projected, context)
+    # Padding may read anything, since its y is used by no one.
+    real = torch.ones(y.shape[:2], dtype=torch.bool)
+    if context.last is not None:
+        real = torch.arange(T) <= context.last.unsqueeze(1)
+    found = [relative_error(got[real], y[real])]
+    found += state_errors(ours.state, layer.state, B)
+    # The next call may be of a kind that no kernel computes: after 0, some and all of the tokens.
+    row = None if B > 1 else torch.tensor([0])
+    for count in {0, 1, T}:
+        taken = deepcopy(ours.state), deepcopy(layer.state)
+        for state, by_kernel in zip(taken, (True, False), strict=True):
+            take_in(state, context.positions[:, :1] + count, context.last, row, by_kernel)
+        found += state_errors(*taken, B)
+    return found
+
+
+def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[float]:
+    """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
+    found = []
+    assert torch.equal(ours.first, plain.first) and not ours.arrivals.any()
+    state, inputs, gates, _ = (name for name, _ in plain.named_buffers())
+    # What is not pending has no effect.
+    for name, used in {state: None, inputs: plain.width - 1, gates: 0}.items():
+        pair = getattr(ours, name), getattr(plain, name)
+        assert torch.equal(*(t[rows:] for t in pair)), name
+        for row in range(rows):
+            end = None if plain.first[row].any() else used
+            found.append(relative_error(*(t[row, :end] for t in pair)))
+    return found
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    if torch.equal(got, want):
+        return 0.0
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def counts(code) -> dict[str, int]:
+    """Count instructions of an H200: all, and some kinds; loads of 16 bytes before the wait."""
+    asm = code.asm["sass"]
+    return {
+        "waits": asm.count("ACQBULK"),
+        "starts": asm.count("PREEXIT"),
+        "spills": asm.count("STL"),
+        "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
+        "products": asm.count("MMA."),
+        "instructions": asm.count(";"),
+        "barriers": asm.count("BAR.SYNC"),
+        "overwritten": overwritten(code.asm["ptx"]),
+        "shared": code.metadata.shared,
+    }
+
+
+def print_results(errors: Callable[[], dict], machine_code: Callable[[], dict]) -> int:
+    """Print one JSON object: errors under the interpreter, or counts of machine code, by case."""
+    torch.set_num_threads(1)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        interpreter.prepare()
+    print(json.dumps(errors() if interpreted else machine_code()))
+    return 0
