@@ -119,7 +119,6 @@ QUICK_LAYERS = (
     dense("qwen3_moe", "int4"),
     ("nemotron_h", "int4"),  # no gate, and a block of a mixer alone; a shared expert twice as wide
     ("kolibri1", "int4"),  # norms around sublayers
-    ("kolibri1", "int4"),  # norms around sublayers, and a bias before the sigmoid
     ("qwen2_moe", "q4_0+q8_0"),  # a shared expert with a gate, in another format and order of x
 )
 NAN, MINUS_NAN, LOWEST_NAN, MINUS_INF = 0x7FC00000, -0x400000, -1, -0x800000  # bits of fp32
