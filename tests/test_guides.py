@@ -136,22 +136,19 @@ def commands(guide: str) -> list[str]:
 
 
 def test_the_guide_to_a_model_is_its_family(family_copy):
-    written = (family_copy / "models/qwen2_moe.py").read_text()
-    assert written == (ROOT / "models/qwen2_moe.py").read_text()
+    """So `tests/test_model.py -k qwen2_moe` holds the guide's code to transformers, too."""
+    for name in ("qwen2_moe", "__init__"):
+        path = Path("models", f"{name}.py")
+        assert (family_copy / path).read_text() == (ROOT / path).read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands(MODEL_GUIDE))
+def test_the_guide_to_a_model_runs(family_copy, command):
+    """Its tests, which compare with transformers."""
     # The copy's folder is the one that a process imports; importing it takes 3 s.
     where = "from importlib.util import find_spec; print(find_spec('models').origin)"
     assert run(family_copy, "-c", where).startswith(str(family_copy))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(c, marks=pytest.mark.slow if n else ())
-        for n, c in enumerate(commands(MODEL_GUIDE))
-    ],
-)
-def test_the_guide_to_a_model_runs(family_copy, command):
-    """Its tests, which compare with transformers."""
     found = run(
         family_copy, "-m", *command.replace("NAME", "qwen2_moe").split(), "-p", "no:cacheprovider"
     )
