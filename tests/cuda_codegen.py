@@ -273,7 +273,7 @@ def plain_cases(arch: str) -> Iterator[Case]:
         yield f"{arch} {case.__name__}", case, (args,)
     for count in (0, args.vocab_size):
         yield f"{arch} sampling {count and 'all'}", sampling, (args, count)
-    for cache_class in (KVCache, Int8KVCache, CopiedKVCache):
+    for cache_class in (KVCache, Int8KVCache):
         yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
 
 
@@ -327,6 +327,8 @@ def slow_cases() -> Iterator[Case]:
         yield f"long_attention {queries}", long_attention, (ARCHITECTURES[ARCHES[1]], queries)
     yield from plain_cases(ARCHES[1])
     for row, arch in enumerate(ARCHES):
+        args = first_layers(ARCHITECTURES[arch], 1)
+        yield f"{arch} block CopiedKVCache", block, (args, 1024, CopiedKVCache)
         quick = QUICK_FORMATS[row::2]
         yield from packed_cases(arch, (name for name in FORMATS if name not in quick))
 

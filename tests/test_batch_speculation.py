@@ -251,11 +251,12 @@ def test_every_recurrent_family(name, rows, source, make_family):
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 256)
     prompts = [[5, 6, 7, 5, 6, 7, n] for n in range(3)] + [[9] * 30, [5, 6, 7, 5, 6, 7, 0, 3, 3]]
-    requests = []
+    requests, expected = [], []
     for ids in prompts:
         answer = list(plain.stream(ids, 30, GREEDY))
-        requests += [(ids, 30, GREEDY), (ids + answer[:20] + [1, 2], 12, GREEDY)]
-    expected = [list(plain.stream(*request)) for request in requests]
+        after = ids + answer[:20] + [1, 2], 12, GREEDY
+        requests += [(ids, 30, GREEDY), after]
+        expected += [answer, list(plain.stream(*after))]
     session = Session(load_model(directory, "cpu"), 256, SessionOptions(batch=rows))
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     batch = open_batch(session, texts if source == "oracle" else None)
@@ -296,7 +297,7 @@ def test_a_sequence_may_end_within_a_pass(overlaps):
     """What follows continues the text up to that, or begins another."""
     ids, count = [1, 2, 3], 40
     (answer,) = answers_alone("plain", [(ids, count, GREEDY)])
-    for end in range(1, 12):
+    for end in (1, 2, 3, 5, 8, 11):
         session = make_session(rows=2)
         batch = open_batch(session, [ids + answer], overlaps=overlaps, seed=end)
         sequence, found = batch.start(ids, count, GREEDY), []
@@ -418,7 +419,7 @@ def test_a_head_drafts_for_one_sequence(count, hybrid_directory):
     batch = DraftingBatch(Speculation(session, count, head=head), 1)
     batch.prepare()
     accepted = 0
-    for n in range(8):
+    for n in range(6):
         ids = texts[n // 2 % 2]
         plain.reset()
         answer = list(plain.stream(ids, 14, GREEDY))
@@ -432,7 +433,7 @@ def test_a_head_drafts_for_one_sequence(count, hybrid_directory):
         assert found == answer
         accepted += sequence.accepted
         texts[n // 2 % 2] = ids + answer[: 5 + n] + [77]
-    assert accepted > 5
+    assert accepted > 3
 
 
 def test_a_head_for_several_sequences_is_refused(hybrid_directory):

@@ -1,7 +1,5 @@
 """What a server's session holds: contexts and conversations by the memory that is free."""
 
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -84,16 +82,9 @@ def test_a_server_refuses_too_large_a_batch(monkeypatch, capsys):
     assert "--max_batch 65: it must be at most 64" in capsys.readouterr().err
 
 
-def test_a_server_says_its_context():
-    command = [sys.executable, "serve.py", "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if "serving" in line:
-                break
-    finally:
-        process.terminate()
-        process.wait()
-    assert re.search(r"context 4,096 tokens, up to 16 answers", "".join(lines)), lines
+def test_a_server_says_its_context(caplog):
+    options = serve.build_parser().parse_args(["--device", "cpu"])
+    serve.check_options(options)
+    with caplog.at_level("INFO", "moe_fast"):
+        serve.load(options, torch.device("cpu"))
+    assert "context 4,096 tokens, up to 16 answers" in caplog.text

@@ -299,7 +299,7 @@ def test_an_unknown_activation_runs_in_plain_pytorch(pools):
     (
         ("no compiler", "no C++ compiler 'no-such-compiler': install it"),
         ("another architecture", "no products for riscv64 CPUs"),
-        pytest.param("an old CPU", "the CPU has no AVX2", marks=needs_compiler),
+        pytest.param("an old CPU", "the CPU has no AVX2", marks=[needs_compiler, pytest.mark.slow]),
         pytest.param("an error", "no-such-cpu", marks=needs_compiler),
     ),
 )

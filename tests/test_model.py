@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from chunks import prompt
 from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,10 +31,6 @@ from runtime.weights import bytes_per_token
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
-
-
-def prompt(length: int = 40, batch: int = 1) -> torch.Tensor:
-    return torch.randint(160, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def all_logits(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -137,7 +134,7 @@ def test_attend_chunk_equals_attend_with_a_mask(Q, earlier, K, G, window):
     blocks=st.integers(1, 5),
     window=st.none() | st.integers(1, 700),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_blocks_in_use_are_those_with_visible_positions(B, Q, blocks, window):
     S = blocks * BLOCK
     q, k, v, positions, bias = attention_case(B, Q, S, 2, 2, window)
@@ -191,7 +188,7 @@ def sink_attention(heads: int, kv_heads: int, window: int | None, sinks: torch.T
     window=st.none() | st.integers(1, 300),
     size=st.sampled_from((0.1, 3.0, 30.0)),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_attention_path_applies_sinks(B, Q, blocks, K, G, window, size):
     S = blocks * BLOCK
     q, k, v, positions, bias = attention_case(B, Q, S, K, G, window)

@@ -284,7 +284,7 @@ def no_compiler(monkeypatch):
 def test_greedy_tokens_are_those_of_plain_decoding(
     no_compiler, name, draft_ids, compiled, make_headed, plain
 ):
-    for count in (1, 2, 7):
+    for count in (1, 7):  # 1 makes no chain, 7 the longest
         directory = make_headed(name).directory
         speculation = speculate(directory, count, draft_ids=draft_ids, compile=compiled)
         for ids in (PROMPT, PROMPT[:1], PROMPT * 3):
@@ -477,8 +477,8 @@ def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
 @pytest.mark.parametrize("right", (True, False))
 @pytest.mark.parametrize("draft_ids", ((), (0, 2, 5, 7)), ids=("all ids", "some ids"))
 def test_answers_have_the_models_distribution(draft_ids, right, monkeypatch):
-    """500 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""
-    sampling, total = Sampling(temperature=0.35, top_k=3, repetition_penalty=1.2), 500
+    """300 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""
+    sampling, total = Sampling(temperature=0.35, top_k=3, repetition_penalty=1.2), 300
     ids, model = [0, 1, 2, 3, 4, 5, 6, 7, 2], small_model(0)
     expected = exact_answers(model, ids, 3, sampling)
     head = build_model(head_args(model.args)).to_empty(device="cpu")

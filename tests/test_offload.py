@@ -762,7 +762,7 @@ def run_command(monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
 
 
 def test_the_text_is_the_same(monkeypatch, capsys):
-    common = "--temperature", "0", "--max_new_tokens", "30"
+    common = "--temperature", "0", "--max_new_tokens", "16"
     _, expected, _ = run_command(monkeypatch, capsys, *common)
     for more in (
         ["--gpu_memory", "11MB", "--offload_compute", "gpu"],
@@ -776,7 +776,7 @@ def test_the_text_is_the_same(monkeypatch, capsys):
 
 
 def test_the_counters_of_a_run(monkeypatch, capsys):
-    options = "--temperature", "0", "--max_new_tokens", "30", "--offload", "--gpu_experts", "2"
+    options = "--temperature", "0", "--max_new_tokens", "16", "--offload", "--gpu_experts", "2"
     for compute, name in (("gpu", "misses"), ("cpu", "on_cpu")):
         more = "--offload_compute", compute, "--json"
         _, out, _ = run_command(monkeypatch, capsys, *options, *more)
@@ -971,10 +971,10 @@ def test_the_studys_command(monkeypatch, capsys, tmp_path):
 
     profile = tmp_path / "profile.json"
     options = "--output_dir", str(tmp_path), "--profile", str(profile)
-    code, out, _ = run_study("--tokens", "100", *options, "--json")
-    assert [sum(row) for row in read_profile(profile).counts] == [2 * 100] * 8
+    code, out, _ = run_study("--tokens", "50", *options, "--json")
+    assert [sum(row) for row in read_profile(profile).counts] == [2 * 50] * 8
     found = json.loads(out.splitlines()[-1])
-    assert code == 0 and found["tokens"] == 100
+    assert code == 0 and found["tokens"] == 50
     assert f"{found['hit_ratio']['lru']['4']:.3f}" in out
     assert (tmp_path / "offload_experts.png").read_bytes()[1:4] == b"PNG"
     assert "<svg" in (tmp_path / "offload_curves.svg").read_text()

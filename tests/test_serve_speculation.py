@@ -1,6 +1,5 @@
 """The server with --speculate: answers are those without it, whenever they begin and end."""
 
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from local_server import LocalServer
-from test_serve import LENGTH, PROMPT, ROOT, Running
+from test_serve import LENGTH, PROMPT, Running
 
 from cli.serve_options import build_parser, check_options
 from generate import generate, load_model
 from runtime.drafting_batch import DraftingBatch
 from runtime.sampling import Sampling
 from runtime.session import Session
+from serve import main as serve
 from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -51,10 +51,10 @@ def test_streamed_and_whole_answers_are_those_of_plain_steps(serving):
     running, alone = serving
     before = running.metric("accepted_tokens_total")
     for prompt in (REPEATED, "class A:\n"):
-        expected = alone(prompt, 40)
-        whole = greedy(running, prompt, 40)
+        expected = alone(prompt, 24)
+        whole = greedy(running, prompt, 24)
         parts = list(
-            greedy(running, prompt, 40, stream=True, stream_options={"include_usage": True})
+            greedy(running, prompt, 24, stream=True, stream_options={"include_usage": True})
         )
         assert whole.choices[0].text == expected["text"]
         assert "".join(p.choices[0].text for p in parts if p.choices) == expected["text"]
@@ -70,7 +70,7 @@ def test_a_stop_text_may_end_an_answer_anywhere_in_a_pass(serving):
     """The next turn goes on with the text up to it."""
     running, alone = serving
     text = alone(REPEATED, 40)["text"]
-    for start in range(4, 24, 2):
+    for start in range(4, 24, 5):
         stop = text[start : start + 3]
         expected = alone(REPEATED, 40, stop=[stop])
         found = greedy(running, REPEATED, 40, stop=stop)
@@ -85,8 +85,8 @@ def test_a_conversation_goes_on_after_passes(serving):
     running, alone = serving
     prompt = REPEATED
     for turn in range(3):
-        found = greedy(running, prompt, 20)
-        assert found.choices[0].text == alone(prompt, 20)["text"]
+        found = greedy(running, prompt, 12)
+        assert found.choices[0].text == alone(prompt, 12)["text"]
         assert turn == 0 or found.usage.prompt_tokens_details.cached_tokens > 0
         prompt += found.choices[0].text + f"\n# {turn}\n"
 
@@ -125,11 +125,11 @@ def test_a_seed_and_logprobs_leave_drafts_out(serving):
     """The same seed gives the same text; details are those of plain steps."""
     running, _ = serving
     before = running.metric("drafted_tokens_total")
-    first, second = (running.complete(REPEATED, max_tokens=30, seed=3) for _ in range(2))
+    first, second = (running.complete(REPEATED, max_tokens=16, seed=3) for _ in range(2))
     assert first.choices[0].text == second.choices[0].text
-    found = greedy(running, REPEATED, 30, logprobs=2).choices[0]
-    assert len(found.logprobs.tokens) == 30
-    greedy(running, REPEATED, 20, frequency_penalty=0.5)
+    found = greedy(running, REPEATED, 16, logprobs=2).choices[0]
+    assert len(found.logprobs.tokens) == 16
+    greedy(running, REPEATED, 12, frequency_penalty=0.5)
     assert running.metric("drafted_tokens_total") == before
 
 
@@ -137,8 +137,8 @@ def test_a_sampled_answer_without_a_seed_is_drafted_for(serving):
     running, _ = serving
     before = running.metric("drafted_tokens_total")
     for _ in range(3):
-        found = running.complete(REPEATED, max_tokens=40, temperature=0.2)
-        assert found.usage.completion_tokens == 40 or found.choices[0].finish_reason == "stop"
+        found = running.complete(REPEATED, max_tokens=24, temperature=0.2)
+        assert found.usage.completion_tokens == 24 or found.choices[0].finish_reason == "stop"
     is_auto = running.decoder.batch.speculation.auto
     assert is_auto or running.metric("drafted_tokens_total") > before
 
@@ -177,10 +177,11 @@ def test_options_that_exclude_each_other_are_refused(options, message):
         (("--speculate", "mtp", "--draft_tokens", "8"), "error: --draft_tokens 8: --speculate mtp"),
     ),
 )
-def test_a_model_that_cannot_draft_so_is_refused(directory, options, message):
+def test_a_model_that_cannot_draft_so_is_refused(directory, options, message, monkeypatch, capsys):
     """The error is one line, before weights are read; the exit code is 2."""
-    command = [sys.executable, "serve.py", "--checkpoint_path", str(directory), "--port", "0"]
-    command += ["--device", "cpu", *options]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.startswith(message) and found.stderr.count("\n") == 1
+    arguments = "--checkpoint_path", str(directory), "--port", "0", "--device", "cpu"
+    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments, *options])
+    monkeypatch.setattr("serve.open_session", None)
+    assert serve() == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and errors.startswith(message) and errors.count("\n") == 1

@@ -91,9 +91,13 @@ def another(hybrid_directory):
 @pytest.fixture(scope="module")
 def alone(another):
     """(ids, count) -> the greedy answer in a session that has seen nothing else."""
+    known = {}
 
     def answer(ids: list[int], count: int) -> list[int]:
-        return list(Session(another, 512).stream(ids, count, GREEDY))
+        key = tuple(ids)
+        if count > len(known.get(key, ())):  # a shorter one is the beginning of a longer one
+            known[key] = list(Session(another, 512).stream(ids, count, GREEDY))
+        return known[key][:count]
 
     return answer
 
@@ -228,13 +232,13 @@ def test_a_prefix_is_reused_from_a_snapshot(model, prompts, alone):
     """The next turn, another one, and one that leaves the first prompt: as from nothing."""
     session = Session(model, 512, SessionOptions(prefill_chunk=64))
     first, second, _ = prompts
-    answer = list(session.stream(first, 20, GREEDY))
-    assert answer == alone(first, 20)
+    answer = list(session.stream(first, 12, GREEDY))
+    assert answer == alone(first, 12)
     # A snapshot is taken after each chunk of a prompt.
     turns = [(len(first), first + answer + second), (len(first), first + second[10:])]
     turns += [(128, first[:150] + second)]
     for reused, ids in turns:
-        assert list(session.stream(ids, 20, GREEDY)) == alone(ids, 20)
+        assert list(session.stream(ids, 12, GREEDY)) == alone(ids, 12)
         assert session.prefilled == len(ids) - reused
 
 
@@ -242,8 +246,8 @@ def test_a_prefix_is_reused_from_a_snapshot(model, prompts, alone):
 def test_sequences_of_a_batch_are_as_if_alone(pair, model, prompts, alone):
     session = Session(model, 512, SessionOptions(batch=2, prefill_chunk=100))
     some = [prompts[n] for n in pair]
-    answers = list(zip(*session.stream_all(some, 24, GREEDY), strict=True))
-    assert [list(answer) for answer in answers] == [alone(ids, 24) for ids in some]
+    answers = list(zip(*session.stream_all(some, 16, GREEDY), strict=True))
+    assert [list(answer) for answer in answers] == [alone(ids, 16) for ids in some]
     assert answers[0] != answers[1]
 
 
@@ -255,9 +259,9 @@ def test_speculation_gives_the_tokens_of_plain_decoding(source, model, prompts, 
         draft = load_model(request.getfixturevalue("directory"), "cpu", torch.float32)
     speculation = Speculation(Session(model, 512), 4, draft)
     for ids in (prompts[0], prompts[2]):
-        assert list(speculation.stream(ids, 48, GREEDY)) == alone(ids, 48)
+        assert list(speculation.stream(ids, 32, GREEDY)) == alone(ids, 32)
         found = speculation.statistics()
-        assert 0 < found["accepted"] < found["drafted"] and found["passes"] < 47
+        assert 0 < found["accepted"] < found["drafted"] and found["passes"] < 31
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +281,7 @@ def test_the_head_gives_the_tokens_of_plain_decoding(drafts, with_head, prompts,
     speculation = with_head(drafts, prefill_chunk=64)
     first, second, third = prompts
     for ids in (first, third, third[:128] + second):
-        assert list(speculation.stream(ids, 48, GREEDY)) == alone(ids, 48)
+        assert list(speculation.stream(ids, 32, GREEDY)) == alone(ids, 32)
         found = speculation.statistics()
         assert 0 < found["accepted"] < found["drafted"]
 
@@ -288,7 +292,7 @@ def test_the_shipped_head_drafts_well(with_head, tokenizer):
     passes = delivered = 0
     for start in range(0, 60_000, 12_000):
         speculation.reset()
-        list(speculation.stream(ids[start : start + 150], 48, GREEDY))
+        list(speculation.stream(ids[start : start + 100], 32, GREEDY))
         passes, delivered = passes + speculation.passes, delivered + speculation.delivered
     assert delivered / passes > 2
 
@@ -306,7 +310,7 @@ def test_the_command_drafts_by_the_head(hybrid_directory, monkeypatch, capsys):
         (*mtp, "--draft_vocab", "40"),
         ("--speculate", "auto"),
     ):
-        arguments = "generate.py", *common, "--max_new_tokens", "40", "--ignore_eos", *more
+        arguments = "generate.py", *common, "--max_new_tokens", "24", "--ignore_eos", *more
         monkeypatch.setattr("sys.argv", [*arguments, "--prompt", "def read_lines(path):", "--json"])
         assert generate_command() == 0
         found.append(json.loads(capsys.readouterr().out))
