@@ -562,7 +562,6 @@ LONG_FILES = (
 # Tests with many cases that take long: `make test` runs every n-th case, `make test-all` all.
 THINNED = {
     "test_sampled_text_keeps_its_distribution": 4,
-    "test_the_controller_drafts_by_a_head_where_that_pays": 2,
     "test_the_path_of_a_compiled_session": 2,
     "test_a_head_drafts_for_one_sequence": 2,
     "test_the_head_gives_the_tokens_of_plain_decoding": 4,

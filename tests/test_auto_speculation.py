@@ -155,6 +155,7 @@ def test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is(
     assert {(MODEL, "all"), (MODEL, "some"), (MODEL, "none"), (LONG, "all")} <= followed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", (1.0, 20.0))
 def test_the_controller_drafts_by_a_head_where_that_pays(cost, hybrid_directory, hybrid_answers):
     """cost: of a pass, in plain steps. Both sources draft if it is 1, hardly if 20."""

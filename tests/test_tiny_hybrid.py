@@ -286,6 +286,7 @@ def test_the_head_gives_the_tokens_of_plain_decoding(drafts, with_head, prompts,
         assert 0 < found["accepted"] < found["drafted"]
 
 
+@pytest.mark.slow
 def test_the_shipped_head_drafts_well(with_head, tokenizer):
     """Measured over 16 passages of the held-out text: docs/log/speculation.md."""
     speculation, ids = with_head(3), tokenizer.encode(HELDOUT)
