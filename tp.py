@@ -31,8 +31,7 @@ from models.layers.mamba2 import GatedGroupNorm
 from models.layers.sandwich import Branches, SandwichAddNorm
 from models.row_shards import local_format, range_shards, shard_of
 from ops.declared import NoAdditions, SumAdditions
-from ops.products.join import NormRouter
-from ops.products.weights import Weight
+from ops.products.join import Added
 from parallel import process_group
 from parallel.all_reduce import (
     all_gather,
@@ -123,27 +122,17 @@ class AllReduceAddNorm(AddNorm):
         """Return the additions: a rank's sublayer computes a part of the sum y."""
         return SumAdditions(self.scale, all_reduce=self)
 
-    def fused_inbox(self, x: Tensor) -> tuple | None:
-        """Return where the kernel of a product sends y, like x [1, D]; None: it returns y."""
-        return inbox_of(x)
+    def fused_inbox(self, x: Tensor, branches: int = 1) -> list:
+        """Return where kernels of products send branches of y, like x [1, D]; None: y is given."""
+        return inbox_of(x, branches)
 
-    def fused_add(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """x, y [1, D] -> x + scale * (y of all ranks). y: None if it has been sent."""
-        return all_reduce_add(x, y, self.scale)
+    def fused_add(self, x: Tensor, y: Tensor | None, norms: Added, eps: float) -> Tensor:
+        """Do what `all_reduce_add` does."""
+        return all_reduce_add(x, y, self.scale, norms, eps)
 
-    def fused_add_router(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        router: NormRouter,
-        indices: Tensor,
-        weight: Weight,
-    ) -> tuple:
-        """Do what `fused_add` does, norm the result, and score the experts for it.
-
-        router, indices, weight: as of `ops.products.join.norm_router`.
-        """
-        return all_reduce_add_router(x, y, self.scale, router, indices, weight)
+    def fused_add_router(self, x: Tensor, y: Tensor | None, *router_and_norms) -> tuple:
+        """Do what `all_reduce_add_router` does, which has these arguments."""
+        return all_reduce_add_router(x, y, self.scale, *router_and_norms)
 
 
 class AllReduceSandwich(AllReduceAddNorm):
@@ -151,7 +140,7 @@ class AllReduceSandwich(AllReduceAddNorm):
 
     def __init__(self, plain: SandwichAddNorm, router: Linear | None = None):
         super().__init__(1.0, router)
-        self.weight, self.eps, self.scalar = plain.norm.weight, plain.norm.eps, plain.scalar
+        self.plain = plain
         weights = [norm.weight for norm in plain.branch_norms]
         branches = torch.stack(weights) if weights else None
         self.register_buffer("branch_weights", branches, persistent=False)
@@ -160,11 +149,15 @@ class AllReduceSandwich(AllReduceAddNorm):
         parts = y if isinstance(y, Branches) else (y,)
         y = torch.stack([part.view_as(x) for part in parts])  # one message
         rows = None if self.router is None else self.router.weight
-        weights = self.branch_weights, self.weight, self.scalar, norm.weight
-        x, normed, scores = all_reduce_sandwich(x, y, *weights, self.eps, rows)
+        own = self.plain.norm
+        weights = self.branch_weights, own.weight, self.plain.scalar, norm.weight
+        x, normed, scores = all_reduce_sandwich(x, y, *weights, own.eps, rows)
         if self.router is not None:
             self.scores = scores
         return x, normed
+
+    def fused_decode_settings(self) -> SumAdditions:
+        return replace(self.plain.fused_decode_settings(), all_reduce=self)
 
 
 class FusedScores(nn.Module):

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ops.inductor import custom_op
 from ops.products.fixed_join import empty_scores, fixed_add_norm, fixed_sandwich
-from ops.products.join import NormRouter, norm_router, receive_norm_router
+from ops.products.join import (
+    NOTHING,
+    Added,
+    NormRouter,
+    add_branch,
+    norm_router,
+    receive_norm_router,
+)
 from ops.products.quantized_x import QuantizedX
 from ops.products.weights import Weight
 from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce, receive_add
@@ -117,24 +124,36 @@ def _(x: Tensor, ranks: int) -> Tensor:
 # fixed shapes, hence the same bits on all ranks.
 
 
-def inbox_of(x: Tensor) -> TokenInbox | None:
+def inbox_of(x: Tensor, branches: int = 1) -> list[TokenInbox | None]:
     """Return where `ops.products.experts.down` sends a product like x [1, D], or None if it cannot.
 
+    branches: results like x that are one message; each has a place of its own.
     Tokens of the first D that comes are sent: others' messages would leave old numbers behind.
     """
-    if _method(x.nbytes) != "push" or not can_receive(x, size()):
-        return None
-    state().token_dim = state().token_dim or x.shape[-1]
-    return state().token_inbox if state().token_dim == x.shape[-1] else None
+    if _method(branches * x.nbytes) != "push" or not can_receive(x, size(), branches):
+        return [None] * branches
+    D, inbox = x.shape[-1], state().token_inbox
+    state().token_dim = state().token_dim or D
+    if state().token_dim != D:
+        return [None] * branches
+    return [inbox._replace(begin=branch * D) for branch in range(branches)]
 
 
-def all_reduce_add(x: Tensor, y: Tensor | None, scale: float) -> Tensor:
+def all_reduce_add(
+    x: Tensor, y: Tensor | None, scale: float, norms: Added = NOTHING, eps: float = 0.0
+) -> Tensor:
     """All-reduce y [1, D] -> x + scale * sum. The kernel launched last must not write x.
 
-    y: None, if the kernel launched last has sent it to `inbox_of(x)`.
+    y: None, if it has been sent to `inbox_of(x)`. norms, eps: with a norm y, or branches of it
+    [B, 1, D], are normed after the sum, as by `add_branch`.
     """
     if y is None:
-        return run_collective(receive_add, x, state().token_inbox, scale)
+        inbox = state().token_inbox
+        if norms.norm is not None:
+            return run_collective(add_branch, x, norms, eps, inbox)
+        return run_collective(receive_add, x, inbox, scale)
+    if norms.norm is not None:
+        return add_branch(x, norms._replace(y=_all_reduce(y, None, y)), eps)
     if _method(x.nbytes) == "push":
         return run_collective(push_all_reduce, y, state().inbox, x, None, x, scale)
     return torch.add(x, _all_reduce(y, None, x), alpha=scale)
@@ -147,14 +166,19 @@ def all_reduce_add_router(
     router: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
+    norms: Added = NOTHING,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
 
-    Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two.
+    Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two. norms: as
+    of `all_reduce_add`; its eps is that of the router's norm.
     """
     if y is None:
-        args = scale, router, indices, weight
+        args = scale, router, indices, weight, norms
         return run_collective(receive_norm_router, x, state().token_inbox, *args)
+    if norms.norm is not None:
+        added, total = norms._replace(y=_all_reduce(y, None, y)), torch.empty_like(x)
+        return total, *norm_router(x, router, weight, indices, added=added, total=total)
     x = all_reduce_add(x, y, scale)
     return x, *norm_router(x, router, weight, indices)
 

@@ -300,13 +300,13 @@ class FusedExperts:
     def branches(self, x: Tensor) -> tuple[dict, Tensor | None]:
         """Return arguments of the experts' last product, for x [T, D] after attention.
 
-        A dense FFN beside the experts makes branches [2, T, D] too: it is the first.
+        A dense FFN beside the experts is multiplied here: it is the first of the branches [2, T, D]
+        that are returned, too, unless they are sent.
         """
-        if self.dense is None:
-            return self.sum.of_product(x), None
-        branches = x.new_empty(2, *x.shape)
-        self.dense.forward(x, out=branches[0])
-        return {"out": branches[1]}, branches
+        (*others, add), branches = self.sum.of_products(x)
+        if self.dense is not None:
+            self.dense.forward(x, **others[0])
+        return add, branches
 
     def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
         """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
@@ -354,7 +354,7 @@ class FusedExperts:
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
-                x, attended, self.normed_router, indices, self.w13
+                x, attended, self.normed_router, indices, self.w13, self.before.added(None)
             )
         x, y, added = self.before.before_norm(x, attended)
         return x, *norm_router(y, self.normed_router, self.w13, indices, plain, **added)

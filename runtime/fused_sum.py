@@ -30,30 +30,41 @@ class ResidualSum:
             for norm in (self.norm, *norms):
                 settings_of(norm, RMSNorm, NoAdditions)
                 self.check_next(norm)
-            if self.all_reduce or self.scale != 1.0:
-                raise ValueError(
-                    "no kernels for a normed result with a factor, or of several ranks"
-                )
+            if self.scale != 1.0:
+                raise ValueError("no kernels for a normed result with a factor")
 
     def of_product(self, x: Tensor) -> dict:
-        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it.
+        """Return the arguments by which `moe_decode.down` adds its product to x, or sends it."""
+        (add, *_), _ = self.of_products(x)
+        return add
 
-        A sum with a norm has none: `add`, or the next kernel by `before_norm`, adds the product.
+    def of_products(self, x: Tensor) -> tuple[list[dict], Tensor | None]:
+        """Return the arguments of each branch's product, as `of_product`.
+
+        A sum with a norm adds nothing there: `add` does, or the next kernel by `before_norm`.
+        Several branches that are not sent are stored side by side: the place, [B, T, D], is the
+        other result.
         """
         if self.all_reduce:
-            return {"send": self.all_reduce.fused_inbox(x)}
-        return {} if self.norm is not None else {"residual": x, "scale": self.scale}
+            places = self.all_reduce.fused_inbox(x, self.branches)
+            if self.branches == 1 or places[0] is not None:
+                return [{"send": place} for place in places], None
+        if self.branches > 1:
+            branches = x.new_empty(self.branches, *x.shape)
+            return [{"out": out} for out in branches], branches
+        return [{} if self.norm is not None else {"residual": x, "scale": self.scale}], None
 
     def add(self, x: Tensor, y: Tensor | None) -> Tensor:
         """Return x [T, D] after the sublayer. y: the product with the arguments `of_product`."""
+        eps = 0.0 if self.norm is None else self.norm.eps
         if self.all_reduce:
-            return self.all_reduce.fused_add(x, y)
-        if self.norm is None:
-            return y
-        return add_branch(x, self.added(y), self.norm.eps)
+            return self.all_reduce.fused_add(x, y, self.added(None), eps)
+        return y if self.norm is None else add_branch(x, self.added(y), eps)
 
-    def added(self, y: Tensor) -> Added:
+    def added(self, y: Tensor | None) -> Added:
         """Return what a kernel adds to x: y [T, D], or [B, T, D] of several branches."""
+        if self.norm is None:
+            return Added(y=y)
         norms = self.branch_norms
         return Added(y=y, branch_norms=norms, norm=self.norm.weight, scalar=self.scalar)
 

@@ -63,7 +63,7 @@ from ops.declared import SWIGLU, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
-from ops.products.join import NormRouter, norm_router, receive_norm_router
+from ops.products.join import Added, NormRouter, add_branch, norm_router, receive_norm_router
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.all_reduce import receive_add
@@ -434,7 +434,7 @@ LAYERS = {
     "gemma4_text": (
         Gemma4Args,
         SMALL
-        | dict(n_layer=2, qk_norm="head", shared_intermediate=96, sliding_window=16)
+        | dict(n_layer=2, qk_norm="head", shared_intermediate=128, sliding_window=16)
         | dict(full_layers=(1,), global_head_dim=64, global_kv_head=1, global_rotary_dim=32),
     ),
 }  # arguments by family
@@ -626,27 +626,48 @@ class TwoRanks:
     def __init__(self, ranks: list[Block], rows: Tensor, sends: bool):
         self.layers, self.rows, self.sends = [FusedLayer(rank) for rank in ranks], rows, sends
         self.inboxes = make_inboxes(2) if sends else [None, None]
-        self.parts, self.sums, self.found = [], [], []  # of attention; before experts; results
+        self.parts, self.outputs = [], []  # results of attention and of FFNs
+        self.sums, self.found = [], []  # before experts; results
 
-    def add(self, x: Tensor, y: Tensor | None, scale: float) -> Tensor | partial:
-        """Stand in for `tp.all_reduce_add`."""
+    def add(self, x: Tensor, y: Tensor | None, scale: float, norms: Added, eps: float):
+        """Stand in for `tp.all_reduce_add`. What the FFNs compute is added by the result."""
+        results = self.parts if x is self.rows else self.outputs
+
+        def plain() -> Tensor:
+            if norms.norm is None:
+                return x + scale * sum(results)
+            return add_branch(x, norms._replace(y=sum(results)), eps)
+
         inbox = self.inboxes[len(self.found)]
+        if not self.sends:
+            receive = plain
+        elif norms.norm is None:
+            receive = partial(receive_add, x, inbox, scale)
+        else:
+            receive = partial(add_branch, x, norms, eps, inbox)
         if x is self.rows:  # before a dense FFN: both ranks have sent attention's result
-            return receive_add(x, inbox, scale) if self.sends else x + scale * sum(self.parts)
+            return receive()
         self.sums.append(x)
-        # Received when both ranks have sent.
-        return partial(receive_add, x, inbox, scale) if self.sends else scale * y
+        self.outputs.append(y)
+        return receive
 
-    def add_router(self, x: Tensor, y: Tensor | None, scale: float, router, indices, weight):
+    def add_router(
+        self, x: Tensor, y: Tensor | None, scale: float, router, indices, weight, norms: Added
+    ):
         """Stand in for `tp.all_reduce_add_router`."""
         if self.sends:
-            inbox = self.inboxes[len(self.found)]
-            return receive_norm_router(x, inbox, scale, router, indices, weight)
-        x = x + scale * sum(self.parts)
-        return x, *norm_router(x, router, weight, indices)
+            args = scale, router, indices, weight, norms
+            return receive_norm_router(x, self.inboxes[len(self.found)], *args)
+        if norms.norm is None:
+            x = x + scale * sum(self.parts)
+            return x, *norm_router(x, router, weight, indices)
+        added, total = norms._replace(y=sum(self.parts)), torch.empty_like(x)
+        return total, *norm_router(x, router, weight, indices, added=added, total=total)
 
-    def inbox_of(self, x: Tensor) -> TokenInbox | None:
-        return self.inboxes[len(self.found if len(self.parts) == 2 else self.parts)]
+    def inbox_of(self, x: Tensor, branches: int) -> list[TokenInbox | None]:
+        inbox = self.inboxes[len(self.found if len(self.parts) == 2 else self.parts)]
+        places = range(0, branches * x.shape[1], x.shape[1])
+        return [inbox and inbox._replace(begin=place) for place in places]
 
     def run(self, context: Context) -> Tensor:
         """Return the layer's result; `found` has each rank's experts and weights, too."""
@@ -659,8 +680,6 @@ class TwoRanks:
             for layer, part in zip(self.layers, self.parts, strict=True):
                 layer.experts.prepare()
                 self.found.append(layer.experts.forward(self.rows, part, None))
-            if not self.sends:
-                return self.sums[0] + sum(y for y, *_ in self.found)
             got, other = (receive() for receive, *_ in self.found)
         assert got.equal(other)
         return got
@@ -842,13 +861,14 @@ def receive_part(
     return results, errors | {
         "sum": relative(total, want_total),
         "norm": relative(normed, want_normed),
-        "scores": relative(scores, want),
+        "scores": relative(scores[0], want),
     }
 
 
 def reduction_code() -> dict[str, dict[str, int]]:
     """Return the counts of `counts_of` of the kernels that receive."""
     found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+    indices = torch.zeros(1, 1, dtype=torch.int64)
     for name, ranks in itertools.product(names, (2, 4, 8)):
         args = ARCHITECTURES[name]
         D, E = args.dim, args.n_expert
@@ -857,13 +877,26 @@ def reduction_code() -> dict[str, dict[str, int]]:
             continue
         inbox = make_inboxes(ranks)[0]
         routing = Routing(1, True)
-        router, indices = x.new_zeros(E, D), torch.zeros(1, 1, dtype=torch.int64)
+        router = x.new_zeros(E, D)
         int4 = Weight((torch.zeros(1, 1, D // 8, dtype=torch.int32),), "int4", 32)
         before = NormRouter(x[0], 1e-5, router, routing)
         args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
         found[f"{name} over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
         code = launched_code(partial(receive_add, x, inbox, 1.0))
         found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
+    # Gemma 4's sums: attention's result is normed, the FFN's are two branches.
+    x = torch.zeros(1, ARCHITECTURES["gemma-4-26B-A4B"].dim, dtype=torch.bfloat16)
+    routing = Routing(8, True, factors=x.new_zeros(128))
+    before = NormRouter(x[0], 1e-6, x.new_zeros(128, x.shape[1]), routing, unscaled=True)
+    int4 = Weight((torch.zeros(1, 1, x.shape[1] // 8, dtype=torch.int32),), "int4", 32)
+    normed = Added(norm=x[0])
+    branches = normed._replace(branch_norms=x.expand(2, -1).contiguous(), scalar=x.new_zeros(1))
+    for ranks in (2, 4):
+        inbox = make_inboxes(ranks)[0]
+        args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4, normed)
+        found[f"normed over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
+        code = launched_code(partial(add_branch, x, branches, 1e-6, inbox))
+        found[f"branches, sum over {ranks}"] = counts_of(code["join_tokens"])
     return found
 
 

@@ -12,7 +12,6 @@ from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
 from models.layers.gated_attention import GatedAttention
-from models.layers.sandwich import SandwichAddNorm
 from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
@@ -160,11 +159,7 @@ def test_shards_have_the_kernels_of_the_whole_model(name, mode):
     """Also where a rank's rows are no whole groups of the checkpoint."""
     model, shard = on_meta(name, mode), shard_on_meta(name, mode, "tensor")
     layers, whole = fused_layers(shard), fused_layers(model)
-    normed = [block for block in whole if isinstance(block.add_ffn, SandwichAddNorm)]
-    assert len(layers) == len(whole) - len(normed)
-    if normed:  # a norm needs the sum over all ranks
-        with pytest.raises(ValueError, match="no kernels for AllReduceSandwich"):
-            FusedLayer(shard.layers[-1])
+    assert len(layers) == len(whole)
     assert not any(layer.experts.takes_tokens(2) for layer in layers.values())
     whole_experts = fused_layers(shard_on_meta(name, "bf16", "expert")).values()
     assert all(isinstance(layer.experts, NoExperts) for layer in whole_experts)

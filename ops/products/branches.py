@@ -1,27 +1,58 @@
-"""Results of sublayers that are normed before they are added to the residual.
+"""Sublayers' results as `join_tokens` adds them: messages of all ranks, and normed branches.
 
-The reference is `SandwichAddNorm` (models/layers/sandwich.py).
+The reference of normed branches is `SandwichAddNorm` (models/layers/sandwich.py).
 """
 
 from ops.launch import jit, tl
 from ops.products.operands import load_x
+from ops.ranks.mailbox import any_missing, numbers_of, receive
 
 
 @jit
-def load_branches(added, scale, at, d, stride, s: tl.constexpr):
-    """Load the branches at `at` [D], `stride` apart -> the norm of the sum of their norms.
+def receive_sum(memory, call, d, dtype: tl.constexpr, s: tl.constexpr):
+    """Wait for the messages of all ranks -> their sum, fp32 [BLOCK].
 
-    scale: the last norm's weight. Also return 1 / RMS of that sum.
+    A program waits for a few words of each message before it reads them all: while many programs
+    read all words again and again, L2 has less time for those that arrive.
+    """
+    m: tl.constexpr = s.messages
+    ROWS: tl.constexpr = m.rows
+    PROBES: tl.constexpr = s.probes
+    rank = tl.arange(0, ROWS)[:, None]
+    inbox = memory + rank * m.stride
+    wanted = (rank < m.ranks) & (d < s.D)[None, :]
+    if PROBES:
+        probe = inbox + (tl.arange(0, PROBES) * (s.D // PROBES))[None, :]
+        probes = (rank < m.ranks) & (tl.arange(0, PROBES) >= 0)[None, :]
+        while any_missing(tl.load(probe, mask=probes, other=0, volatile=True), call, probes):
+            pass
+    return receive(inbox + d[None, :], call, wanted, dtype)
+
+
+@jit
+def _load_branch(branch, call, d, dtype: tl.constexpr, s: tl.constexpr):
+    """Load a branch, fp32 [BLOCK]; with a call's number the sum of its messages."""
+    if call is not None:
+        return receive_sum(branch, call, d, dtype, s)
+    else:
+        return tl.load(branch + d, mask=d < s.D, other=0.0).to(tl.float32)
+
+
+@jit
+def load_branches(branch, call, added, scale, d, stride, dtype: tl.constexpr, s: tl.constexpr):
+    """Load the branches at `branch` [D], `stride` apart -> the norm of the sum of their norms.
+
+    call: they are messages of it; or None. scale: the last norm's weight. Also return 1 / RMS of
+    that sum.
     """
     inside = d < s.D
-    branch = added.y + at + d
-    values = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
+    values = _load_branch(branch, call, d, dtype, s)
     if s.branches > 1:
         first = tl.load(added.branch_norms + d, mask=inside, other=0.0).to(tl.float32)
         values *= tl.rsqrt(tl.sum(values * values, 0) / s.D + s.eps) * first
         for n in tl.static_range(1, s.branches):
             branch += stride
-            other = tl.load(branch, mask=inside, other=0.0).to(tl.float32)
+            other = _load_branch(branch, call, d, dtype, s)
             weight = tl.load(added.branch_norms + n * s.D + d, mask=inside, other=0.0)
             factor = tl.rsqrt(tl.sum(other * other, 0) / s.D + s.eps)
             values += other * factor * weight.to(tl.float32)
@@ -30,16 +61,48 @@ def load_branches(added, scale, at, d, stride, s: tl.constexpr):
 
 
 @jit
+def load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
+    """Load this program's quads of x in the order of a `QuantizedX`."""
+    return load_x(x, tl.program_id(0), l, VOLATILE)
+
+
+@jit
 def load_branch_again(x, branch, norm, inverse, factor, l: tl.constexpr):
     """Load x and one branch in the order of a `QuantizedX` -> the sums, rounded.
 
     norm: the branch's, of which inverse is 1 / RMS. factor: of the sums.
     """
-    program, totals = tl.program_id(0), ()
-    raw, branches = load_x(x, program, l), load_x(branch, program, l)
-    scales = load_x(norm, program, l)
+    raw, branches, totals = load_quads(x, l), load_quads(branch, l), ()
+    scales = load_quads(norm, l)
     dtype: tl.constexpr = raw[0].dtype
     for k in tl.static_range(l.fields):
         normed = branches[k].to(tl.float32) * (inverse * scales[k].to(tl.float32))
         totals = totals + (((raw[k].to(tl.float32) + normed) * factor).to(dtype),)
+    return totals
+
+
+@jit
+def receive_again(memory, add, norm, inverse, factor, s: tl.constexpr, l: tl.constexpr):
+    """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
+
+    add: the residual as of `load_quads`. norm, inverse, factor: as of `load_branch_again`, or None.
+    """
+    m: tl.constexpr = s.messages
+    RANKS: tl.constexpr = m.ranks
+    dtype: tl.constexpr = add[0].dtype
+    messages, totals = (), ()
+    for rank in tl.static_range(RANKS):
+        messages = messages + (load_quads(memory + rank * m.stride, l, True),)
+    if norm is not None:
+        scales = load_quads(norm, l)
+    for k in tl.static_range(l.fields):
+        total = tl.zeros([l.lanes, 4], tl.float32)
+        for rank in tl.static_range(RANKS):
+            total += numbers_of(messages[rank][k], dtype)
+        if norm is None:
+            total = add[k].to(tl.float32) + s.scale * total
+        else:
+            normed = total * (inverse * scales[k].to(tl.float32))
+            total = (add[k].to(tl.float32) + normed) * factor
+        totals = totals + (total.to(dtype),)
     return totals

@@ -34,7 +34,7 @@ from ops.products.pipeline import (
 )
 from ops.products.tilings import Tiles
 from ops.products.weights import BITS, Weight, check_rows
-from ops.ranks.mailbox import TokenInbox, find_outboxes, send_rows
+from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
 # The kernel ---------------------------------------------------------------------------------------
 
@@ -51,6 +51,7 @@ class SumSettings(Product):
     queries: int = 0  # tokens of a sequence, if `last` is given
     half: int = 0  # words between the halves of an inbox
     ranks: int = 0  # to which the result is sent
+    begin: int = 0  # where the result begins in the message
 
 
 @jit
@@ -158,7 +159,7 @@ def _multiply_sum(
     for d in tl.static_range(s.held):
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
-        outboxes, call = find_outboxes(send.slots, send.calls, s.half, s.ranks)
+        outboxes, call = find_outboxes(send.slots, send.calls, s)
     table = code_table(unknown_zero, s)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
@@ -252,8 +253,8 @@ def dense_product(
     With PDL, all but x is loaded while the previous kernel runs, which must not write it.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
-    None. `receive_add` or `receive_norm_router` must come next. Raises
-    ValueError for a result that cannot be sent.
+    None. A kernel that receives must come next: `receive_add`, `receive_norm_router` or
+    `add_branch`. Raises ValueError for a result that cannot be sent.
     """
     T = x.numel() // x.shape[-1]
     if send is not None and (T > 1 or early):
@@ -293,11 +294,12 @@ def launch_sum(
     if send is not None:
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
-        fields |= dict(half=send.memory.stride(0), ranks=len(send.slots))
+        fields |= dict(half=send.memory.stride(0), ranks=len(send.slots), begin=send.begin)
     experts, blocks = 0, fields.get("blocks", 1)
     if choice is not None and choice.indices is not None:
         experts = choice.indices.shape[1]
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
-    operands = x, choice, residual, weight.tensors, bias, y, 0, send
+    outbox = None if send is None else Outbox(send.slots, send.calls)
+    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox
     launch(_multiply_sum, grid, *operands, settings=settings, **options)
     return y if send is None else None

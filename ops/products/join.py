@@ -4,8 +4,8 @@
 
     norm_router           x is given, or x and a sublayer's result to be normed; scores. One GPU
     norm_tokens           the same without scores: more tokens than a product norms by itself
-    add_branch            x + a normed result; no norm after it
-    receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py); scores
+    add_branch            x + a normed result, or that of messages; no norm after it
+    receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py), or x + their norm
     fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
     fixed_sandwich        the same of normed branches: Gemma 4
 
@@ -18,7 +18,7 @@ A norm is quantized here, once for all programs of the experts' first product.
 Letters: T tokens, D model dim, E experts, N scores of a token: E, and the shared experts' gate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,13 @@ from torch import Tensor
 
 from ops.declared import Routing
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.products.branches import load_branch_again, load_branches
-from ops.products.operands import load_x
+from ops.products.branches import (
+    load_branch_again,
+    load_branches,
+    load_quads,
+    receive_again,
+    receive_sum,
+)
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router, sigmoid
 from ops.products.weights import Weight
@@ -35,12 +40,9 @@ from ops.ranks.mailbox import (
     MAX_PROGRAMS,
     Messages,
     TokenInbox,
-    any_missing,
     count_call,
     load_call,
     messages_of,
-    numbers_of,
-    receive,
     words_of,
 )
 
@@ -51,7 +53,7 @@ PROBES = 32  # words of a message for which a program waits before it reads all 
 
 
 class Added(NamedTuple):
-    """What is added to x: nothing, messages, or y."""
+    """What is added to x: nothing, messages, or y. With `norm` messages are branches, as y is."""
 
     memory: Tensor | None = None  # a `TokenInbox`'s
     calls: Tensor | None = None
@@ -136,51 +138,6 @@ def _clear_choice(indices, s: tl.constexpr):
 
 
 @jit
-def _receive_sum(memory, call, d, dtype: tl.constexpr, m: tl.constexpr, s: tl.constexpr):
-    """Wait for the messages of all ranks -> their sum, fp32 [BLOCK].
-
-    A program waits for a few words of each message before it reads them all: while many programs
-    read all words again and again, L2 has less time for those that arrive.
-    """
-    ROWS: tl.constexpr = m.rows
-    PROBES: tl.constexpr = s.probes
-    rank = tl.arange(0, ROWS)[:, None]
-    inbox = memory + rank * m.stride
-    wanted = (rank < m.ranks) & (d < s.D)[None, :]
-    if PROBES:
-        probe = inbox + (tl.arange(0, PROBES) * (s.D // PROBES))[None, :]
-        probes = (rank < m.ranks) & (tl.arange(0, PROBES) >= 0)[None, :]
-        while any_missing(tl.load(probe, mask=probes, other=0, volatile=True), call, probes):
-            pass
-    return receive(inbox + d[None, :], call, wanted, dtype)
-
-
-@jit
-def _load_quads(x, l: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Load this program's quads of x in the order of a `QuantizedX`."""
-    return load_x(x, tl.program_id(0), l, VOLATILE)
-
-
-@jit
-def _receive_again(memory, add, scale: tl.constexpr, m: tl.constexpr, l: tl.constexpr):
-    """Load the messages at `memory`, all received, in the order of `add` -> the sums with it.
-
-    add: the residual as of `_load_quads`.
-    """
-    RANKS: tl.constexpr = m.ranks
-    dtype: tl.constexpr = add[0].dtype
-    messages, totals = (), ()
-    for rank in tl.static_range(RANKS):
-        messages = messages + (_load_quads(memory + rank * m.stride, l, True),)
-    for k in tl.static_range(l.fields):
-        total = tl.zeros([l.lanes, 4], tl.float32)
-        for rank in tl.static_range(RANKS):
-            total += numbers_of(messages[rank][k], dtype)
-        totals = totals + ((add[k].to(tl.float32) + scale * total).to(dtype),)
-    return totals
-
-
-@jit
 def _stores(d, s: tl.constexpr):
     """Return which of a token's numbers d [BLOCK] this program stores."""
     program = tl.program_id(0)
@@ -215,7 +172,7 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 
 @jit
 def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
-    """Norm this program's quads of x, raw as of `_load_quads`, and store them as a `QuantizedX`."""
+    """Norm this program's quads of x, raw as of `load_quads`, and store them as a `QuantizedX`."""
     values = ()
     for k in tl.static_range(l.fields):
         value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
@@ -275,24 +232,30 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if ROWS:
         biases = _load_score_biases(router, expert, s)
     if l is not None:
-        scales = _load_quads(norm, l)
+        scales = load_quads(norm, l)
         if added.memory is not None:
-            raw = _load_quads(x, l)
+            raw = load_quads(x, l)
     if added.memory is not None:
         call = load_call(added.calls)
     await_previous(PDL)
     if added.memory is not None:
-        _clear_choice(indices, s)
-        memory = added.memory + (call & 1) * m.half
-        value = add.to(tl.float32) + s.scale * _receive_sum(memory, call, d, dtype, m, s)
+        if indices is not None:
+            _clear_choice(indices, s)
+        memory, inverse = added.memory + (call & 1) * m.half, 1.0
+        if added.norm is None:
+            value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
+        else:
+            value, inverse = load_branches(memory, call, added, branch_scale, d, D, dtype, s)
+            value = (add.to(tl.float32) + value) * factor
     elif added.norm is not None:
         stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
-        value, inverse = load_branches(added, branch_scale, at, d, stride, s)
+        branch = added.y + at
+        value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
         if indices is not None:
             _clear_choice(indices, s)
         if l is not None:
-            raw = load_branch_again(x, added.y + at, added.norm, inverse, factor, l)
+            raw = load_branch_again(x, branch, added.norm, inverse, factor, l)
     else:
         value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
         if added.y is not None:
@@ -301,12 +264,12 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if indices is not None:
             _clear_choice(indices, s)
         if l is not None:
-            raw = _load_quads(x, l)
+            raw = load_quads(x, l)
     if results.total is not None:
         value = value.to(dtype)
         tl.store(results.total + at + d, value, mask=_stores(d, s))
         if l is not None and added.memory is not None:
-            raw = _receive_again(memory, raw, s.scale, m, l)
+            raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     if offset is not None:
         value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
@@ -451,12 +414,19 @@ def norm_tokens(
     return normed
 
 
-def add_branch(x: Tensor, added: Added, eps: float) -> Tensor:
-    """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms."""
+def add_branch(x: Tensor, added: Added, eps: float, inbox: TokenInbox | None = None) -> Tensor:
+    """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms.
+
+    inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y.
+    """
     total, (T, D) = torch.empty_like(x), x.shape
-    tensors = x, added, None, None, Router(), Results(total=total)
     branches = 1 if added.branch_norms is None else len(added.branch_norms)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps, branches=branches), warps=8)
+    s = Join(D, eps, branches=branches)
+    if inbox is not None:
+        added = added._replace(memory=inbox.memory, calls=inbox.calls)
+        s = replace(s, messages=messages_of(inbox))
+    tensors = x, added, None, None, Router(), Results(total=total)
+    launch(join_tokens, (T,), *tensors, settings=s, warps=8)
     return total
 
 
@@ -467,14 +437,16 @@ def receive_norm_router(
     before: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
+    added: Added = NOTHING,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
 
     Return x + scale * sum, rounded, then its norm and scores as `norm_router`; all are bitwise
     identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
 
-    before, indices, weight: as of `norm_router`. With PDL, all but the messages is loaded while the
-    previous kernel runs, which must not write it. Raises ValueError as `NormRouter.check`.
+    before, indices, weight: as of `norm_router`. added: with a norm of the sum, before x is added;
+    its eps is that of `before`. With PDL, all but the messages is loaded while the previous kernel
+    runs, which must not write it. Raises ValueError as `NormRouter.check`.
     """
     before.check(x)
     N, D = before.rows.shape
@@ -491,7 +463,7 @@ def receive_norm_router(
         messages=messages_of(inbox),
         layout=layout,
     )
-    added = Added(inbox.memory, inbox.calls)
+    added = added._replace(memory=inbox.memory, calls=inbox.calls)
     tensors = x, added, before.norm, None, before.router, results
     launch(join_tokens, (programs,), *tensors, settings=s, warps=warps)
     return total, normed, scores

@@ -35,12 +35,21 @@ MAX_WORDS = 1 << 14  # of all messages, as a program receives them: 64 registers
 class TokenInbox(NamedTuple):
     """A rank's receive buffer of one token's messages, and where it writes its own.
 
-    All ranks make the same calls. A call is a product that sends, and a kernel that receives.
+    All ranks make the same calls. A call is a product that sends, and a kernel that receives. A
+    message of several branches [B D] has a product for each, which writes from `begin` on.
     """
 
     memory: Tensor  # int32 [2, N, MAX_DIM], zero at first
     slots: Tensor  # int64 [N]: address, in each rank's memory, of this rank's message
     calls: Tensor  # int32 [MAX_PROGRAMS], zero at first: calls received so far, by each program
+    begin: int = 0  # where the next product's numbers begin in the message
+
+
+class Outbox(NamedTuple):
+    """What a kernel reads of a `TokenInbox` when it sends."""
+
+    slots: Tensor
+    calls: Tensor
 
 
 @dataclass(frozen=True)
@@ -72,28 +81,29 @@ def words_of(D: int, ranks: int) -> int:
     return triton.next_power_of_2(ranks) * triton.next_power_of_2(D)
 
 
-def can_receive(x: Tensor, ranks: int) -> bool:
-    """Whether there are kernels for x [1, D] of this many ranks."""
+def can_receive(x: Tensor, ranks: int, branches: int = 1) -> bool:
+    """Whether there are kernels for x [1, D] of this many ranks, and for messages of branches."""
     D = x.shape[-1]
     if not can_launch(x) or x.element_size() != 2 or x.numel() != D:
         return False
-    return D % 8 == 0 and D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
+    return D % 8 == 0 and branches * D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
 
 
 # Sending ------------------------------------------------------------------------------------------
 
 
 @jit
-def find_outboxes(slots, calls, HALF: tl.constexpr, RANKS: tl.constexpr):
-    """Return where this call's message belongs on each rank, and the call's number.
+def find_outboxes(slots, calls, s: tl.constexpr):
+    """Return where a product's part of this call's message belongs on each rank, and the number.
 
     The kernel that received the previous call must have ended: load after gdc_wait.
     """
+    RANKS: tl.constexpr = s.ranks
     call = tl.load(calls) + 1
     outboxes = ()
     for rank in tl.static_range(RANKS):
         slot = tl.load(slots + rank).to(tl.pointer_type(tl.int32))
-        outboxes = outboxes + (slot + (call & 1) * HALF,)
+        outboxes = outboxes + (slot + (call & 1) * s.half + s.begin,)
     return outboxes, call
 
 
