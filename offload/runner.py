@@ -123,8 +123,6 @@ class FusedOffloadedExperts(FusedExperts):
         super().__init__(block)
         if self.before.all_reduce or self.sum.all_reduce:
             raise ValueError("no kernels for offloaded experts on several ranks")
-        if self.dense is not None:
-            raise ValueError("no kernels for offloaded experts beside a dense FFN")
         if self.shared is not None:
             self.apart = kernel_weight(self.shared.w13), kernel_weight(self.shared.w2)
             self.routing = replace(self.routing, shared=0)
@@ -159,7 +157,7 @@ class FusedOffloadedExperts(FusedExperts):
         table = layer.cache.table(box is not None)
         found = find_experts(indices, plain, weights, table, layer.storage.slots, box)
         layer.fill_slots(found.to_copy, found.targets.flatten())
-        add = self.sum.of_product(x)
+        add, branches = self.branches(x)
         if self.apart:
             add |= {"residual": self.add_shared(plain, scores, add)}
         slots, kept = found.slots, found.weights
@@ -168,4 +166,4 @@ class FusedOffloadedExperts(FusedExperts):
         y = moe_decode.down(h, self.w2, slots, kept, bias=self.bias2, **options)
         if box:
             y = answer(y, box, plain.dtype, **add)
-        return self.sum.add(x, y), indices, weights
+        return self.sum.add(x, y if branches is None else branches), indices, weights

@@ -140,20 +140,20 @@ def inbox_of(x: Tensor, branches: int = 1) -> list[TokenInbox | None]:
 
 
 def all_reduce_add(
-    x: Tensor, y: Tensor | None, scale: float, norms: Added = NOTHING, eps: float = 0.0
+    x: Tensor, y: Tensor | None, scale: float, added: Added = NOTHING, eps: float = 0.0
 ) -> Tensor:
     """All-reduce y [1, D] -> x + scale * sum. The kernel launched last must not write x.
 
-    y: None, if it has been sent to `inbox_of(x)`. norms, eps: with a norm y, or branches of it
+    y: None, if it has been sent to `inbox_of(x)`. added, eps: with a norm y, or branches of it
     [B, 1, D], are normed after the sum, as by `add_branch`.
     """
     if y is None:
         inbox = state().token_inbox
-        if norms.norm is not None:
-            return run_collective(add_branch, x, norms, eps, inbox)
+        if added.norm is not None:
+            return run_collective(add_branch, x, added, eps, inbox)
         return run_collective(receive_add, x, inbox, scale)
-    if norms.norm is not None:
-        return add_branch(x, norms._replace(y=_all_reduce(y, None, y)), eps)
+    if added.norm is not None:
+        return add_branch(x, added._replace(y=_all_reduce(y, None, y)), eps)
     if _method(x.nbytes) == "push":
         return run_collective(push_all_reduce, y, state().inbox, x, None, x, scale)
     return torch.add(x, _all_reduce(y, None, x), alpha=scale)
@@ -166,18 +166,18 @@ def all_reduce_add_router(
     router: NormRouter,
     indices: Tensor,
     weight: Weight | None = None,
-    norms: Added = NOTHING,
+    added: Added = NOTHING,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
     """All-reduce y [1, D], then add as `all_reduce_add`, norm and score as `norm_router`.
 
-    Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two. norms: as
+    Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two. added: as
     of `all_reduce_add`; its eps is that of the router's norm.
     """
     if y is None:
-        args = scale, router, indices, weight, norms
+        args = scale, router, indices, weight, added
         return run_collective(receive_norm_router, x, state().token_inbox, *args)
-    if norms.norm is not None:
-        added, total = norms._replace(y=_all_reduce(y, None, y)), torch.empty_like(x)
+    if added.norm is not None:
+        added, total = added._replace(y=_all_reduce(y, None, y)), torch.empty_like(x)
         return total, *norm_router(x, router, weight, indices, added=added, total=total)
     x = all_reduce_add(x, y, scale)
     return x, *norm_router(x, router, weight, indices)

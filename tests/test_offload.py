@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import FAMILIES
 from without_gpu import run_without_gpu
 
 from checkpoint import Checkpoint, Writer
@@ -247,14 +248,18 @@ def blob_bytes(model: Transformer, layer: int) -> int:
 # Equality with resident experts -------------------------------------------------------------------
 
 
+# A family for each way in which experts or their routing differ; the others are slow tests.
+DIFFERING = "granitemoe", "phimoe", "deepseek_v3", "gemma4", "nemotron_h", "kimi_linear", "gpt_oss"
+
+
 @pytest.mark.parametrize(
     "family",
-    (
-        *("granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gemma4"),
-        *("nemotron_h", "granitemoehybrid", "kimi_linear"),
-    ),
+    [
+        pytest.param(family, marks=() if family in DIFFERING else pytest.mark.slow)
+        for family in FAMILIES
+    ],
 )
-def test_families_with_scales_and_sigmoid_routing_keep_their_bits(make_family, family):
+def test_each_family_keeps_its_bits(make_family, family):
     directory = make_family(family).directory
     resident = load(directory)
     few = load(directory, OffloadSettings(gpu_experts=resident.args.n_active))
@@ -631,8 +636,12 @@ def test_kernels_of_paging_and_of_the_cpus_share():
 
 @pytest.mark.slow
 def test_fused_layers_over_slots():
-    """A shared expert, biases, and several tokens: logits in fp16 beside resident experts'."""
+    """A shared expert, biases, a dense FFN beside the experts, each activation, several tokens.
+
+    Logits in fp16 beside those of resident experts.
+    """
     models = [["qwen2_moe", "int4"], ["gpt_oss", "mxfp4"], ["kolibri1", "int4"]]
+    models += [["gemma4_text", "int4"], ["afmoe", "int8"], ["nemotron_h", "int4"]]
     given = {"models": models}
     found = run_without_gpu("offload_without_gpu.py", given=given, TRITON_INTERPRET="1")
     for model in found["models"]:

@@ -69,7 +69,8 @@ class Default:
         rows = self.long_rows if self.long_rows and quads > LONG else self.rows
         count = triton.cdiv(quads, lanes)
         depth = next(n for n in range(min(count, self.depth), 0, -1) if count % n == 0)
-        registers = self.registers if lanes == 32 else 0
+        # More chunks of x than two are held in more registers: the compiler's choice, no spills.
+        registers = self.registers if lanes == 32 and count <= 2 else 0
         return Tiles(rows, lanes, depth, lanes // 32, self.stay, registers)
 
 

@@ -194,15 +194,16 @@ def answer(
     dtype: torch.dtype,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return y [T, D] plus the answer to this layer's request, if it has sent one.
 
-    residual [T, D]: the result is residual + scale * that.
+    residual [T, D]: the result is residual + scale * that. out [T, D]: where to store the result.
     """
+    out, s = torch.empty_like(y, dtype=dtype) if out is None else out, Answer(y.numel(), scale)
     if not can_launch(y):
         total = answer_plainly(y, box)
-        return (total if residual is None else residual + scale * total).to(dtype)
-    out, s = torch.empty_like(y, dtype=dtype), Answer(y.numel(), scale)
+        return out.copy_(total if residual is None else residual + scale * total)
     tensors = y.contiguous(), box, residual, out
     launch(_answer, (triton.cdiv(s.numbers, BLOCK),), *tensors, settings=s)
     return out
