@@ -16,7 +16,7 @@ from models.layers.shared_expert import SharedExpertMoE
 from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
-from ops.products import dense
+from ops.products import dense, tilings
 from ops.products.few_tokens import FewTiles
 from ops.products.weights import plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
@@ -438,3 +438,24 @@ def why_not_fused_layer(fork) -> str:
     with pytest.raises(ValueError) as error:
         FusedLayer(fork.layers[0])
     return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ("int8", "fp8", "fp8b"))
+def test_computed_tiles_of_8_bits_are_near_the_measured_ones(kind):
+    """So that a width that no one has tuned is not far from its neighbors."""
+    table = tilings.measured()["sm_90"][f"{kind} 1"]
+    quads = {shape: int(shape.split("x")[1]) for shape in table}
+    computed = {shape: tilings.DEFAULTS[kind, 1].tiles(quads[shape]) for shape in table}
+    same = [
+        [each.rows, each.lanes, each.depth, each.warps] == table[shape][:4]
+        for shape, each in computed.items()
+    ]
+    assert sum(same) > len(same) / 2
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_computed_tiles_of_gate_and_up_do_not_limit_registers_of_long_rows(name):
+    """Three chunks of x and more, held at once, spilled with 128 registers (Kolibri 1, Gemma 4)."""
+    quads = ARCHITECTURES[name].dim // 32
+    tiles = tilings.DEFAULTS["int4", 2].tiles(quads)
+    assert tiles.registers == 0 or quads <= 2 * tiles.lanes

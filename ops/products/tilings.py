@@ -78,11 +78,11 @@ class Default:
 DEFAULTS = {
     ("bf16", 1): Default(4, 256, 3),
     ("bf16", 2): Default(2, 128, 6, waste=3),
-    ("int8", 1): Default(4, 128, 6),
+    ("int8", 1): Default(4, 128, 6, waste=7, chunks=3),
     ("int8", 2): Default(4, 32, 3),
-    ("fp8", 1): Default(4, 128, 6),
+    ("fp8", 1): Default(4, 128, 6, waste=7, chunks=3),
     ("fp8", 2): Default(2, 128, 3, waste=3),
-    ("fp8b", 1): Default(4, 128, 6),
+    ("fp8b", 1): Default(4, 128, 6, waste=7, chunks=3),
     ("fp8b", 2): Default(2, 128, 3, waste=3),
     ("int4", 1): Default(8, 256, 3, waste=3, chunks=1),
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
@@ -92,7 +92,7 @@ DEFAULTS = {
     ("nvfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
-    ("q8_0", 1): Default(4, 128, 6),
+    ("q8_0", 1): Default(4, 128, 6, waste=7, chunks=3),
     ("q8_0", 2): Default(2, 128, 3, waste=3),
     # Not measured: as the kind whose x has the same order, and about as many scales.
     **{(kind, 1): Default(4, 64, 3, waste=3, chunks=1) for kind in GGUF if kind != "q8_0"},
