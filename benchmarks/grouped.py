@@ -1,16 +1,16 @@
-"""Speed of a prompt's expert products, by number format.
+"""Speed of a prompt's experts: pairs by expert, w13 with its activation, and w2.
 
     python benchmarks/grouped.py --tokens 512 2048
 
-Times w13 and w2 of one layer for a number of tokens that are spread evenly over the experts, beside
-PyTorch's grouped product of bf16 weights, and checks the result against it. Other tiles than the
-kernel's own: `--rows 64 128` and so on time every combination, best first. TFLOP/s count the
-multiplications and additions of the products alone.
+Times one layer for a number of tokens with random experts, and checks results. PyTorch's forms
+stand beside the kernels: sorted pairs, and for plain weights gather, grouped_mm and activation.
+Other tiles than the kernel's own: `--rows 64 128` and so on time every combination, best first.
+TFLOP/s count the multiplications and additions of the products alone.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +23,11 @@ from benchmarks.one_layer import random_experts
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.packed import Packed
-from model import ExpertLinear, ModelArgs
+from model import ExpertLinear, Experts, ModelArgs, group_by_expert
 from models.random_weights import architecture
+from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt import choose_prompt_tile, grouped_gemm
+from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
 
 TILE = tuple(field.name for field in fields(PromptTile))
@@ -33,68 +35,127 @@ REPEATS = 5
 
 
 class Result(NamedTuple):
-    """Time of one product with one tiling."""
+    """Time of one product in one form."""
 
     seconds: float
     tflop_s: float
     gb_s: float  # weights read
     error: float  # relative, of the norm
     product: str  # mode and name
-    tile: PromptTile | str
+    form: PromptTile | str
 
     def __str__(self) -> str:
         return (
             f"{self.product} {self.seconds * 1e3:8.3f} ms {self.tflop_s:5.0f} TFLOP/s "
-            f"{self.gb_s:5.0f} GB/s  error {self.error:.1e}  {self.tile}"
+            f"{self.gb_s:5.0f} GB/s  error {self.error:.1e}  {self.form}"
         )
 
 
-def candidates(
-    weight: ExpertLinear | Packed, x: Tensor, ends: Tensor, changes: Sequence[dict]
-) -> list[tuple[PromptTile | str, Callable]]:
-    """Return products of x [N, in] to compare: by tile, or "library"."""
-    if isinstance(weight, ExpertLinear):
-        arguments = x, ends, {"codes": weight.weight}, "plain", 16, 1
-        found = [("library", partial(F.grouped_mm, x, weight.weight.transpose(-2, -1), offs=ends))]
-    else:
-        format, found = FORMATS[weight.format], []
-        ordered = format.grouped_order(x, weight.group)
-        arguments = ordered, ends, weight.parts(), format.kind, format.bits, weight.group
-    default = choose_prompt_tile(len(x), len(ends), arguments[4], x.shape[1])
-    tiles = [replace(default, **change) for change in changes]
-    return found + [(tile, partial(grouped_gemm, *arguments, tile=tile)) for tile in tiles]
+@dataclass(frozen=True)
+class Product:
+    """A product of a layer's experts, with the operands of a prompt."""
+
+    name: str
+    weight: ExpertLinear | Packed
+    x: Tensor  # [T, in], or rows [N, in] without pairs
+    group_ends: Tensor  # int32 [E]
+    pairs: Tensor | None = None  # [N]
+    active: int = 1
+    activation: Activation | None = None
+    columns: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.x if self.pairs is None else self.pairs)
+
+    def by_library(self, weight: Tensor) -> Tensor:
+        """Multiply by a plain weight [E, out, in], with kernels around the product."""
+        x = self.x
+        if self.pairs is not None:
+            x = gather_rows(x, self.pairs, self.active, None)
+        y = F.grouped_mm(x, weight.transpose(-2, -1), offs=self.group_ends)
+        if self.activation is None:
+            return y
+        return activate_rows(y, self.activation, columns=self.columns)
+
+    def forms(self, changes: Sequence[dict]) -> list[tuple[PromptTile | str, Callable]]:
+        """Return how it may be computed: by tile, or "library"."""
+        weight, found = self.weight, []
+        if isinstance(weight, ExpertLinear):
+            given = self.x, self.group_ends, {"codes": weight.weight}, "plain", 16, 1
+            found = [("library", partial(self.by_library, weight.weight))]
+        else:
+            format = FORMATS[weight.format]
+            x = format.grouped_order(self.x, weight.group)
+            given = x, self.group_ends, weight.parts(), format.kind, format.bits, weight.group
+        own = choose_prompt_tile(self.rows, len(self.group_ends), given[4], self.x.shape[1])
+        options = dict(pairs=self.pairs, active=self.active)
+        options |= dict(activation=self.activation, columns=self.columns)
+        for tile in (replace(own, **change) for change in changes):
+            found.append((tile, partial(grouped_gemm, *given, **options, tile=tile)))
+        return found
 
 
-def measure_product(
-    name: str, weight: ExpertLinear | Packed, ends: Tensor, changes: Sequence[dict]
-) -> list[Result]:
-    """Return a result of each tile, the fastest first. ends: int32 [E], see `grouped_gemm`."""
+def time_call(call: Callable[[], object]) -> float:
+    return graph_seconds(lambda _: call(), [None] * 4, REPEATS)
+
+
+def measure_product(product: Product, changes: Sequence[dict]) -> list[Result]:
+    """Return a result of each form, the fastest first."""
+    weight, N = product.weight, product.rows
     plain = weight.unpack().bfloat16() if isinstance(weight, Packed) else weight.weight
-    (E, out, width), N = plain.shape, int(ends[-1])
-    x = torch.randn(N, width, device="cuda", dtype=torch.bfloat16)
-    expected = F.grouped_mm(x, plain.transpose(-2, -1), offs=ends).float()
+    E, out, width = plain.shape
+    expected = product.by_library(plain).float()
     nbytes = sum(part.nbytes for part in weight.parameters()) * min(N, E) / E
     found = []
-    for tile, product in candidates(weight, x, ends, changes):
+    for form, call in product.forms(changes):
         try:
-            error = ((product().float() - expected).norm() / expected.norm()).item()
-            time = graph_seconds(lambda _, product=product: product(), [None] * 4, REPEATS)
+            error = ((call().float() - expected).norm() / expected.norm()).item()
+            time = time_call(call)
         except Exception as problem:  # too little shared memory, or too few registers
-            print(f"{name} {tile}: {str(problem).splitlines()[0]:.80}", flush=True)
+            print(f"{product.name} {form}: {str(problem).splitlines()[0]:.80}", flush=True)
             continue
         rates = 2 * N * out * width / time / 1e12, nbytes / time / 1e9
-        found.append(Result(time, *rates, error, name, tile))
+        found.append(Result(time, *rates, error, product.name, form))
     return sorted(found, key=lambda result: result.seconds)
 
 
-def measure(args: ModelArgs, mode: str, tokens: int, changes: Sequence[dict]) -> list[list[Result]]:
-    """Return results of w13 and of w2."""
-    experts, N = random_experts(args, mode), tokens * args.n_active
-    ends = (torch.arange(1, args.n_expert + 1, device="cuda") * N // args.n_expert).int()
+def print_grouping(indices: Tensor, n_expert: int) -> None:
+    """Time the pairs' order by expert, experts int64 [T, A]."""
+    forms = {"kernels": group_pairs, "PyTorch": group_by_expert}
+    calls = {name: partial(form, indices, n_expert) for name, form in forms.items()}
+    got, want = (call() for call in calls.values())
+    same = all(map(torch.equal, got, (t.int() for t in want)))
+    times = ", ".join(f"{name} {time_call(call) * 1e6:.1f} us" for name, call in calls.items())
+    print(f"{len(indices):6} tokens, pairs by expert: {times}{'' if same else ': DIFFERENT'}")
+
+
+def products_of(experts: Experts, mode: str, indices: Tensor) -> list[Product]:
+    """Return w13 and w2 for experts int64 [T, A]."""
+    (T, A), E, (w13, w2) = indices.shape, experts.n_expert, (experts.w13, experts.w2)
+    order, _, group_ends = group_pairs(indices, E)
+    packed = isinstance(w13, Packed)
+    out = (w13.parts()["codes"] if packed else w13.weight).shape[1]
+    dim, width = (w.width if packed else w.weight.shape[-1] for w in (w13, w2))
+    activation = SWIGLU if out == 2 * width else RELU_SQUARED
+    x = torch.randn(T, dim, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(T * A, width, device="cuda", dtype=torch.bfloat16)
+    columns = w2.column_order(hidden) if packed else None
     return [
-        measure_product(f"{mode:5} {name:4}", experts.get_submodule(name), ends, changes)
-        for name in ("w13", "w2")
+        Product(f"{mode:5} w13", w13, x, group_ends, order, A, activation, columns),
+        Product(f"{mode:5} w2 ", w2, hidden, group_ends),
     ]
+
+
+def measure(args: ModelArgs, mode: str, options, changes: Sequence[dict]) -> None:
+    """Print the results of a mode."""
+    experts = random_experts(args, mode)
+    for tokens in options.tokens:
+        indices = torch.rand(tokens, args.n_expert, device="cuda").topk(args.n_active).indices
+        print_grouping(indices, args.n_expert)
+        for product in products_of(experts, mode, indices):
+            for result in measure_product(product, changes)[: options.best]:
+                print(f"{tokens:6} tokens {result}", flush=True)
 
 
 def build_parser() -> Parser:
@@ -109,12 +170,13 @@ def build_parser() -> Parser:
     add("--arch", default="Mixtral-8x7B")
     add("--tokens", type=int, nargs="+", default=[512, 2048])
     add("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
-    add("--best", type=int, default=1, metavar="N", help="print the best N of each")
+    add("--best", type=int, default=2, metavar="N", help="print the best N of each")
     for name in TILE:
         add(f"--{name}", type=int, nargs="+", help="see ops.products.prompt_weights.PromptTile")
     return parser
 
 
+@torch.no_grad()
 def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
@@ -124,10 +186,8 @@ def main() -> None:
     ]
     args = architecture(options.arch)
     print(f"{options.arch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for tokens, mode in itertools.product(options.tokens, options.mode or (PLAIN, *FORMATS)):
-        for results in measure(args, mode, tokens, changes):
-            for result in results[: options.best]:
-                print(f"{tokens:6} tokens {result}", flush=True)
+    for mode in options.mode or (PLAIN, *FORMATS):
+        measure(args, mode, options, changes)
 
 
 if __name__ == "__main__":

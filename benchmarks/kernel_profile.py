@@ -155,3 +155,30 @@ def kernel_lines(table: dict) -> list[str]:
         speed = "" if row["gb_s"] is None else round(row["gb_s"])
         lines.append(form.format(**row, speed=speed))
     return lines
+
+
+def launch_lines(events: Sequence[Event], layers: int) -> list[str]:
+    """Return the launches of a layer as text: in order, with what each adds, medians over layers.
+
+    A kernel that has not the same number of launches in each layer has one row, a mean.
+    """
+    events = sorted(events, key=lambda event: event[1])
+    added, idle = added_times(events)
+    names = [name for name, _, _ in events]
+    rows: dict[tuple[str, int], list[int]] = {}
+    for name in dict.fromkeys(names):
+        at = [n for n in range(len(names)) if names[n] == name]
+        each = 1 if len(at) % layers else len(at) // layers
+        for place, n in enumerate(at):
+            rows.setdefault((name, place % each), []).append(n)
+    total = sum(added)
+    lines = [
+        f"  {total:.1f} us from the first kernel to the last, {idle:.1%} idle",
+        "  launches   us each  adds us  name",
+    ]
+    for (name, _), at in sorted(rows.items(), key=lambda row: row[1][0]):
+        times = [(events[n][2], added[n]) for n in at]
+        mean = statistics.median if len(at) == layers else statistics.mean
+        us, adds = map(mean, zip(*times, strict=True))
+        lines.append(f"  {len(at):8}  {us:8.2f} {adds:8.2f}  {name:.90}")
+    return lines

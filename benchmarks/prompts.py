@@ -5,15 +5,19 @@
 A case is a model, its number format, and how many of its layers to build. Random weights. The
 roofline is the larger of two times: the bytes of all weights (of a long prompt nearly every expert
 is chosen) at the measured bandwidth, and the products and attention at PEAK, without the head.
+
+--kernels lists the launches of a layer.
 """
 
 import argparse
 import time
+from functools import partial
 
 import torch
 
 from benchmarks.cuda_timing import require_gpu
 from benchmarks.decode_speed import read_bandwidth
+from benchmarks.kernel_profile import launch_lines, record_kernels
 from benchmarks.layer_times import read_case
 from cli.parser import Parser
 from model import Attention, Transformer
@@ -63,6 +67,25 @@ def flops_of_attention(model: Transformer, length: int) -> float:
     return total
 
 
+def run_prompt(session: Session, prompt: list[int]) -> torch.Tensor:
+    """Run a prompt -> the logits after it."""
+    *_, (logits, *_) = session.prefill(0, prompt, 0)
+    return logits
+
+
+def time_prompt(session: Session, prompt: list[int], repeats: int) -> tuple[float, torch.Tensor]:
+    """Return the median time of a prompt, s, and the logits after it."""
+    found = []
+    for _ in range(repeats + 2):  # the second one is captured
+        session.reset()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        logits = run_prompt(session, prompt)
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return sorted(found[2:])[repeats // 2], logits
+
+
 def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> None:
     arch, mode, layers = case
     args = first_layers(architecture(arch), layers)
@@ -79,16 +102,11 @@ def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> Non
             )
             if name == "PyTorch":
                 session.prefill_runner = EagerRunner(model)
-            found = []
-            for _ in range(options.repeats + 2):  # the second one is captured
+            times[name], logits[name] = time_prompt(session, prompt, options.repeats)
+            if options.kernels:
                 session.reset()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for logits[name], *_ in session.prefill(0, prompt, 0):
-                    pass
-                torch.cuda.synchronize()
-                found.append(time.perf_counter() - start)
-            times[name] = sorted(found[2:])[options.repeats // 2]
+                events = record_kernels(partial(run_prompt, session, prompt))
+                print("\n".join([f"  {name}", *launch_lines(events, layers)]))
             del session
         nbytes = sum(stored_bytes(block) for block in model.layers)
         flops = length * flops_of_token(model) + flops_of_attention(model, length)
@@ -120,6 +138,7 @@ def build_parser() -> Parser:
     add("--lengths", nargs="+", type=int, default=[200, 2048], metavar="N", help="of prompts")
     add("--chunk", type=int, metavar="N", help="tokens of a chunk (as many as a session takes)")
     add("--kernels_only", action="store_true", help="do not time PyTorch alone")
+    add("--kernels", action="store_true", help="list the launches of a layer")
     add("--repeats", type=int, default=5, metavar="N", help="runs measured (5)")
     return parser
 

@@ -13,7 +13,7 @@ import torch
 
 import benchmark
 from benchmarks import decode_speed, transformers_peer
-from benchmarks.kernel_profile import kernel_table, known_reads, weight_reads
+from benchmarks.kernel_profile import kernel_table, known_reads, launch_lines, weight_reads
 from benchmarks.transformers_peer import SETTINGS, hf_config, hf_model, measure_peer
 from generate import load_model
 from models import ARCHITECTURES, args_from_hf, build_model
@@ -292,6 +292,23 @@ def test_overlapping_kernels_count_no_gap_twice():
         "b": 0.0,
         "c": 10.0,
     }
+
+
+def test_launches_of_a_layer_are_in_order():
+    events = [("head", 40.0, 1.0)]
+    for layer in range(3):  # a is launched twice a layer, b once in all
+        start = 12.0 * layer
+        events += [("a", start, 2.0), ("b", start + 3, 1.0)][: 2 if layer == 1 else 1]
+        events += [("a", start + 5, 4.0 + layer)]
+    total, _, *rows = launch_lines(events[::-1], 3)
+    assert total.startswith("  41.0 us") and "idle" in total
+    found = [row.split() for row in rows]
+    assert [(row[0], row[1], row[3]) for row in found] == [
+        ("3", "2.00", "a"),
+        ("3", "5.00", "a"),
+        ("1", "1.00", "b"),
+        ("1", "1.00", "head"),
+    ]
 
 
 @pytest.mark.parametrize(
