@@ -173,8 +173,8 @@ def test_a_dense_weight_is_unpacked_for_the_library(format):
     ("tokens", "active", "n_expert"),
     (
         (33, 1, 3),
-        (1100, 8, 16),  # three programs an expert
-        pytest.param(33000, 2, 4, marks=pytest.mark.slow),  # 17
+        (700, 8, 300),  # 44 chunks, whose counts are read in three parts; 32 pairs at once
+        pytest.param(33000, 2, 4, marks=pytest.mark.slow),  # chunks of more than 128 pairs
     ),
 )
 def test_pairs_are_grouped_by_expert(tokens, active, n_expert):

@@ -18,6 +18,7 @@ from ops.launch import check_shapes, jit, launch, tl, triton
 from ops.products.codes import activate
 
 KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
+CHUNKS = 128  # into which pairs are divided, at most: each program reads the counts of all
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,18 @@ class GroupSettings:
     """What `_count_pairs` and `_group_pairs` are compiled for."""
 
     E: int  # experts
-    block: int = 4096  # pairs of a program
+    chunk: int  # pairs of a program
+    rows: int = 128  # of these, pairs that are compared with each other
 
     @property
     def bins(self) -> int:
         """Experts, and one for what is no pair."""
         return max(64, triton.next_power_of_2(self.E + 1))
+
+    @property
+    def parts(self) -> int:
+        """Chunks whose counts are read at once."""
+        return max(8, 8192 // self.bins)
 
 
 @dataclass(frozen=True)
@@ -50,36 +57,42 @@ class RowSettings:
 # Kernels ------------------------------------------------------------------------------------------
 
 
-# Grid [chunks]: a program counts how many of its BLOCK pairs each expert has. It stores the pairs'
-# experts in 16 bits: the programs of all experts read them.
+# Grid [chunks]: a program counts how many pairs of its chunk each expert has.
 @jit
-def _count_pairs(indices, experts, counts, N, s: tl.constexpr):
+def _count_pairs(indices, counts, N, s: tl.constexpr):
     chunk = tl.program_id(0)
-    pair = chunk * s.block + tl.arange(0, s.block)
+    pair = chunk * s.chunk + tl.arange(0, s.chunk)
     chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
-    tl.store(experts + pair, chosen.to(tl.int16), mask=pair < N)
     expert = tl.arange(0, s.bins)
     tl.store(counts + chunk * s.E + expert, tl.histogram(chosen, s.bins), mask=expert < s.E)
 
 
-# Grid [E, chunks]: a program finds the rows of an expert's pairs among BLOCK, in their order.
+# Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
+# all pairs of earlier experts, and its own of earlier chunks.
 @jit
-def _group_pairs(experts, counts, order, places, group_ends, N, s: tl.constexpr):
-    expert, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    pair = chunk * s.block + tl.arange(0, s.block)
-    mine = (tl.load(experts + pair, mask=pair < N, other=-1) == expert).to(tl.int32)
-    other = tl.arange(0, s.bins)[None, :]
-    before = 0
-    for start in range(0, chunks, 16):
-        part = start + tl.arange(0, 16)[:, None]
-        earlier = (other < expert) | (other == expert) & (part < chunk)
-        inside = earlier & (part < chunks) & (other < s.E)
-        before += tl.sum(tl.load(counts + part * s.E + other, mask=inside, other=0))
-    place = before + tl.cumsum(mine, 0) - 1
-    tl.store(order + place, pair, mask=mine != 0)
-    tl.store(places + pair, place, mask=mine != 0)
-    if chunk == chunks - 1:
-        tl.store(group_ends + expert, before + tl.sum(mine))
+def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr):
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    expert, n = tl.arange(0, s.bins), tl.arange(0, s.rows)
+    total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
+    for start in range(0, chunks, s.parts):
+        part = start + tl.arange(0, s.parts)[:, None]
+        inside = (part < chunks) & (expert < s.E)[None, :]
+        found = tl.load(counts + part * s.E + expert[None, :], mask=inside, other=0)
+        total += tl.sum(found, 0)
+        earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if chunk == 0:
+        tl.store(group_ends + expert, ends, mask=expert < s.E)
+    next_rows = ends - total + earlier
+    for start in range(0, s.chunk, s.rows):
+        pair = chunk * s.chunk + start + n
+        chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
+        # Summed along the axis of which a lane has many numbers: no shuffles.
+        before = (chosen[:, None] == chosen[None, :]) & (n[:, None] < n[None, :])
+        place = tl.gather(next_rows, chosen, 0) + tl.sum(before.to(tl.int32), 0)
+        tl.store(order + place, pair, mask=pair < N)
+        tl.store(places + pair, place, mask=pair < N)
+        next_rows += tl.histogram(chosen, s.bins)
 
 
 # Grid [N, blocks]: a program copies a part of one row.
@@ -149,17 +162,17 @@ def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]
     order: the pair of each row, places: the row of each pair. The reference is
     `model.group_by_expert`.
     """
-    N, s = experts.numel(), GroupSettings(n_expert)
-    chunks = triton.cdiv(N, s.block)
+    N, experts = experts.numel(), experts.contiguous()
+    s = GroupSettings(n_expert, max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS))))
+    chunks = triton.cdiv(N, s.chunk)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
-    short = experts.new_empty(N, dtype=torch.int16)
     counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
     options = dict(settings=s, warps=8)
-    launch(_count_pairs, (chunks,), experts.contiguous(), short, counts, N, **options)
     found = order, places, group_ends
-    launch(_group_pairs, (n_expert, chunks), short, counts, *found, N, **options)
-    return order, places, group_ends
+    launch(_count_pairs, (chunks,), experts, counts, N, **options)
+    launch(_group_pairs, (chunks,), experts, counts, *found, N, **options)
+    return found
 
 
 def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | None) -> Tensor:
