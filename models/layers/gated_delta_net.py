@@ -99,7 +99,7 @@ class DeltaState(PendingState):
         g, beta = mask_gates(g, beta, real)  # padding does nothing
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        y, inputs = causal_conv_silu(x, window, weights.conv), torch.cat((window, x), dim=1)
+        y, inputs = causal_conv_silu(x, window, weights.conv), (window, x)
         q, k, v = self.sizes.heads(y)
         if Q == 1:
             q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))

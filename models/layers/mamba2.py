@@ -96,7 +96,7 @@ class MambaState(PendingState):
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
         y = conv_silu_in_torch(x, window, weights.conv, weights.conv_bias)
-        (x, b, c), inputs = self.sizes.parts(y), torch.cat((window, x), dim=1)
+        (x, b, c), inputs = self.sizes.parts(y), (window, x)
         if Q == 1:
             x, b, c, steps, g = (t.squeeze(1) for t in (x, b, c, steps, g))
             y, after = ssm_step(x, b, c, steps, g, weights.skip, state)

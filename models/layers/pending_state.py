@@ -38,20 +38,37 @@ class PendingState(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def keep_pending(
-        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, **gates: Tensor
+        self,
+        rows: Tensor,
+        count: Tensor,
+        position: Tensor,
+        inputs: tuple[Tensor, Tensor],
+        **gates: Tensor,
     ) -> None:
-        """Make a call's tokens the pending ones. inputs [B, W - 1 + Q, N]; an idle row's stay."""
+        """Make a call's tokens the pending ones; an idle row's stay.
+
+        inputs: the window before the call [B, W - 1, N], and the call's own [B, Q, N].
+        """
         first = (position + 1).expand(-1, self.first.shape[1])
-        for name, value in {"inputs": inputs, **gates, "first": first}.items():
+        values = {"inputs": torch.cat(inputs, dim=1), **gates, "first": first}
+        for name, value in values.items():
             buffer = getattr(self, name)[:, : value.shape[1]]
             exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
             buffer.index_copy_(0, rows, torch.where(exists, value, buffer[rows]))
 
     def keep_state(
-        self, rows: Tensor, count: Tensor, inputs: Tensor, after: Tensor, is_step: bool
+        self,
+        rows: Tensor,
+        count: Tensor,
+        inputs: tuple[Tensor, Tensor],
+        after: Tensor,
+        is_step: bool,
     ) -> None:
-        """Store the state after a call's tokens. inputs [B, W - 1 + Q, N]; is_step: rows = 0 ..."""
-        moved = last_inputs(inputs, count, self.width - 1)
+        """Store the state after a call's tokens. inputs: as of `keep_pending`.
+
+        is_step: rows = 0 ...
+        """
+        moved = last_inputs(*inputs, count)
         if is_step:
             self.state[: len(rows)].copy_(after)
             self.window[: len(rows)].copy_(moved)

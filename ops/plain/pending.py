@@ -37,13 +37,19 @@ def take_in_plain(
     kept = (torch.arange(M, device=state.device) < accepted.unsqueeze(1)).unsqueeze(-1)
     new = advance(x, gates[rows], kept, old)
     state.index_copy_(0, rows, torch.where(accepted.view(-1, 1, 1, 1) > 0, new, old))
-    moved = last_inputs(x, accepted, width - 1)
+    moved = last_inputs(x[:, : width - 1], x[:, width - 1 :], accepted)
     moved = torch.where(changes.view(-1, 1, 1), moved, x[:, : width - 1])
     inputs[:, : width - 1].index_copy_(0, rows, moved)
     first.index_copy_(0, rows, torch.where(changes.unsqueeze(1), 0, first[rows]))
 
 
-def last_inputs(inputs: Tensor, count: Tensor, length: int) -> Tensor:
-    """inputs [B, length + Q, N] -> the `length` of them that end after the first count [B] of Q."""
-    index = count.unsqueeze(1) + torch.arange(length, device=inputs.device)
-    return inputs.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
+def last_inputs(window: Tensor, x: Tensor, count: Tensor) -> Tensor:
+    """Return the last inputs, as many as `window` [B, W - 1, N], after count [B] of x [B, Q, N].
+
+    They are not taken from both joined: that would copy a whole prompt.
+    """
+    width = window.shape[1]
+    index = count.unsqueeze(1) + torch.arange(-width, 0, device=x.device)  # negative: of `window`
+    index = index.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+    old, new = window.gather(1, index % width), x.gather(1, index.clamp(min=0))
+    return torch.where(index < 0, old, new)
