@@ -350,8 +350,12 @@ class KVCache(nn.Module):
         row, end = context.chunk
         own = torch.arange(end - values.shape[1], end, device=values.device)
         memory[:, row, :, own] = values[0]
-        live = memory[:, :, :, :end]
-        return (live if memory.shape[1] == 1 else live.index_select(1, row)).squeeze(1)
+        return self.of_chunk(memory, context.chunk)
+
+    def of_chunk(self, memory: Tensor, chunk: Chunk) -> Tensor:
+        """Return what `append` does of a chunk that is stored in memory [2, B, K, S, C]."""
+        live = memory[:, :, :, : chunk.end]
+        return (live if memory.shape[1] == 1 else live.index_select(1, chunk.row)).squeeze(1)
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """Return the stored tensor, and its scales if it is quantized."""

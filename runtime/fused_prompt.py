@@ -7,17 +7,19 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, Linear, RMSNorm, Transformer
+from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Transformer
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
-from ops.attention.prompt_heads import prompt_heads
+from ops.attention.prompt_heads import Places, prompt_heads
 from ops.declared import SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
+from ops.plain.ring import past_of_chunk, ring_of
 from ops.products.fixed_join import fixed_add_norm, fixed_sandwich
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
@@ -100,9 +102,7 @@ class PromptLayer:
         if not isinstance(attention, FusedDecodeAttention) or not attention.supported:
             return self.block.attention(normed, context)
         projected = project(attention.projection, normed)[0]
-        norms = attention.norm_weights()
-        q, kv = prompt_heads(projected, context.rope, *norms, attention.settings)
-        k, v = attention.cache.append(kv.unsqueeze(0), context)
+        q, k, v = self.append(projected, context)
         given = q, k, v, attention.window, attention.sinks
         kernel = attends_prompt(q, attention.window, attention.sinks)
         heads = attend_prompt(*given) if kernel else attend_chunk(*given)
@@ -110,6 +110,28 @@ class PromptLayer:
             gate = projected[:, attention.first_gate :]
             heads = gate_heads(heads, gate, attention.gate.activation)
         return project(attention.wo, heads.unsqueeze(0))
+
+    def append(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """projected [T, out] -> queries [T, H, C], and keys and values as the cache returns them.
+
+        Plain caches, rings among them, are written by the kernel that prepares heads.
+        """
+        attention, chunk, T = self.attention, context.chunk, len(projected)
+        assert chunk is not None
+        cache, (_, K, C), begin = attention.cache, attention.heads, chunk.end - T
+        given = projected, context.rope, *attention.norm_weights(), attention.settings
+        is_ring = type(cache) is ring_of(KVCache)
+        if type(cache) is KVCache:
+            q = prompt_heads(*given, Places(cache=cache.kv, row=chunk.row), begin)
+            return q, *cache.of_chunk(cache.kv, chunk).unbind()
+        places = Places(projected.new_empty(T, 2, K, C))
+        if not is_ring:
+            q = prompt_heads(*given, places)
+            return q, *cache.append(places.kv.unsqueeze(0), context)
+        past = past_of_chunk(cache.kv, chunk.row, begin) if begin else None
+        places = places._replace(cache=cache.kv, row=chunk.row, last=context.last)
+        q, kv = prompt_heads(*given, places, begin), places.kv.permute(1, 2, 0, 3)
+        return q, *(kv if past is None else torch.cat((past, kv), 2)).unbind()
 
     def run_ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""

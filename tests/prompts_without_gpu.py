@@ -8,10 +8,13 @@ import torch
 from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
-from model import Chunk, group_by_expert
+from model import Chunk, group_by_expert, rope_frequencies, rope_table
+from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.prompt_attention import attend_prompt
+from ops.attention.prompt_heads import Places, prompt_heads
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
+from ops.plain.ring import append_chunk
 from ops.products.prompt import grouped_gemm
 from ops.products.prompt_dense import multiply_unpacked
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
@@ -50,6 +53,24 @@ def prompt_errors(
     (want, states), (got, own) = found
     pairs = zip(own, states, strict=True)
     return {"logits": relative(got, want), "states": max(relative(*pair) for pair in pairs)}
+
+
+def stores_in_ring(T: int, begin: int, last: int | None) -> bool:
+    """Whether heads that are stored in a ring of 80 slots are those that `append_chunk` stores.
+
+    last: of T tokens from position `begin` on, the last that is real.
+    """
+    H, K, C, sequences = 4, 2, 16, 3
+    layer = AttentionSettings(H, K, C, C, C**-0.5)
+    qkv, row = torch.randn(T, layer.projected).half(), torch.tensor([1])
+    rope = rope_table(rope_frequencies(C, 1e4, qkv.device), T)[None, :, None]
+    end = None if last is None else torch.tensor([last])
+    ring = torch.randn(2, sequences, K, 80, C).half()
+    want, kv = ring.clone(), qkv.new_empty(T, 2, K, C)
+    q = prompt_heads(qkv, rope, None, None, layer.encoded(), Places(kv, ring, row, end), begin)
+    append_chunk(want, kv.unsqueeze(0), row, begin + T, end)
+    values = qkv[:, layer.first_value * C :].view(T, K, C)
+    return q.shape == (T, H, C) and kv[:, 1].equal(values) and ring.equal(want)
 
 
 def reorders_rows(format: str) -> bool:

@@ -32,6 +32,7 @@ from tests.prompts_without_gpu import (
     product_error,
     prompt_errors,
     reorders_rows,
+    stores_in_ring,
     unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
@@ -126,6 +127,12 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
     """Heads, norms, the choice, rows of pairs, the activation, sums."""
     found = prompt_errors(family, format, layers)
     assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
+@pytest.mark.parametrize(("T", "begin", "last"), ((5, 0, 3), (5, 77, None), (95, 7, 92)))
+def test_a_chunk_is_stored_in_a_ring(T, begin, last):
+    """The newest positions that are real, each in its slot of one row."""
+    assert stores_in_ring(T, begin, last)
 
 
 @pytest.mark.slow

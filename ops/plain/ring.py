@@ -93,10 +93,8 @@ def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor |
     row int64 [1], end: as of `model.Chunk`. last: as of `append_to_ring`. A custom operator: else
     Dynamo compiles a case for each way in which a chunk can lie in the ring.
     """
-    R, begin = ring.shape[3], end - kv.shape[1]
-    slots = torch.arange(begin - min(begin, R - RING_SPARE), begin, device=kv.device) % R
-    past = ring.index_select(1, row).squeeze(1).index_select(2, slots)
-    found = torch.cat((past, kv[0].permute(1, 2, 0, 3)), 2)
+    begin = end - kv.shape[1]
+    found = torch.cat((past_of_chunk(ring, row, begin), kv[0].permute(1, 2, 0, 3)), 2)
     store(ring, kv, row, torch.arange(begin, end, device=kv.device).unsqueeze(0), last)
     return found
 
@@ -105,6 +103,13 @@ def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor |
 def _(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor | None) -> Tensor:
     past = torch.sym_min(end - kv.shape[1], ring.shape[3] - RING_SPARE)
     return ring.new_empty(ring.shape[0], ring.shape[2], past + kv.shape[1], ring.shape[4])
+
+
+def past_of_chunk(ring: Tensor, row: Tensor, begin: int) -> Tensor:
+    """Return what a ring has of the window before position `begin`, or more: [2, K, N, C]."""
+    R = ring.shape[3]
+    slots = torch.arange(begin - min(begin, R - RING_SPARE), begin, device=ring.device) % R
+    return ring.index_select(1, row).squeeze(1).index_select(2, slots)
 
 
 def store(ring: Tensor, kv: Tensor, rows: Tensor, positions: Tensor, last: Tensor | None) -> None:
