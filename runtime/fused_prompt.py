@@ -15,7 +15,7 @@ from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Tr
 from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
 from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import Places, prompt_heads
-from ops.declared import SumAdditions
+from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
@@ -50,12 +50,11 @@ class ExpertRows:
     ) -> Tensor:
         """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
 
-        pairs: integers [N], sorted by expert; indices [T, A]. results: `activation` and `columns`,
-        as of `grouped_gemm`.
+        x is in the order of `columns`. pairs: integers [N], sorted by expert; indices [T, A].
+        results: `activation` and `columns`, as of `grouped_gemm`.
         """
-        columns, rows = self.columns(x), dict(pairs=pairs, active=indices.shape[1])
-        if columns is not None:
-            x = gather_rows(x, None, 1, columns)
+        rows = dict(pairs=pairs, active=indices.shape[1])
+        if self.columns(x) is not None:
             rows |= dict(bias=self.bias, **results)
             return self.module.multiply_tokens(x, group_ends, **rows)
         if not self.packed and prefers_kernel(x, len(pairs), len(group_ends)):
@@ -76,6 +75,40 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, linear.weight, linear.bias) if type(linear) is Linear else linear(x)
 
 
+class DenseRows:
+    """A dense weight without a bias for rows in the order in which its product reads them."""
+
+    def __init__(self, linear: nn.Module):
+        self.linear = linear
+
+    def columns(self, like: Tensor) -> Tensor | None:
+        """As of `ExpertRows`."""
+        linear = self.linear
+        return linear.column_order(like) if hasattr(linear, "column_order") else None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [T, in] in the order of `columns` -> [T, out]."""
+        if self.columns(x) is None:
+            return project(self.linear, x)
+        group_ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+        return self.linear.multiply_ordered(x, group_ends, dense=True)
+
+
+class SharedExpert:
+    """A shared expert for a prompt's chunk, without its gate."""
+
+    def __init__(self, ffn: nn.Module, activation: Activation):
+        self.w13, self.w2, self.activation = DenseRows(ffn.w13), DenseRows(ffn.w2), activation
+
+    def forward(self, x: Tensor, ordered: Tensor, columns: Tensor | None) -> Tensor:
+        """x [T, D] -> [T, D]. ordered: x in the order of `columns`."""
+        own = self.w13.columns(x)
+        if own is not columns:
+            ordered = x if own is None else gather_rows(x, None, 1, own)
+        both = self.w13.multiply(ordered)
+        return self.w2.multiply(activate_rows(both, self.activation, columns=self.w2.columns(x)))
+
+
 class PromptLayer:
     """A block for a chunk of a prompt. Raises ValueError for one that it does not compute."""
 
@@ -91,8 +124,12 @@ class PromptLayer:
             experts = block.ffn.experts
             self.resident = isinstance(experts, Experts)  # else in host memory
             self.routing = replace(layer.experts.routing, shared=0, gated=False)
+        self.shared: SharedExpert | None = None
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
+            shared, self.gate = layer.experts.shared, layer.experts.gate
+            if shared is not None and layer.experts.dense is None:
+                self.shared = SharedExpert(shared, self.activation)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
@@ -141,15 +178,20 @@ class PromptLayer:
             return project(ffn.w2, hidden), None, None
         if not self.resident:
             return ffn(x)
-        indices, weights = route(project(ffn.router, x).float(), self.routing)
-        given = ffn.expert_input(x)
+        indices, weights = route(project(ffn.router, x), self.routing)
+        given, (w13, w2) = ffn.expert_input(x), (self.w13, self.w2)
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
-        w13, w2 = self.w13, self.w2
         results = dict(activation=self.activation, columns=w2.columns(given))
-        hidden = w13.activate(given, order, indices, group_ends, **results)
+        columns = w13.columns(given)
+        ordered = given if columns is None else gather_rows(given, None, 1, columns)
+        hidden = w13.activate(ordered, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
-        y = combine_rows(parts, places, indices, weights, w2.bias)
-        return ffn.merge(x, y), indices, weights
+        rows = parts, places, indices, weights, w2.bias
+        if self.shared is None:
+            return ffn.merge(x, combine_rows(*rows)), indices, weights
+        shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
+        gate = None if self.gate is None else project(self.gate, x)
+        return combine_rows(*rows, shared, gate), indices, weights
 
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block."""

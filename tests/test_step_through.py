@@ -121,6 +121,8 @@ def test_the_grouped_product_of_a_prompt():
         ("qwen3_moe", FORMAT, 1),  # norms of heads
         pytest.param("olmoe", FORMAT, 1, marks=pytest.mark.slow),  # norms over all heads, clip
         ("gpt_oss", "mxfp4", 1),  # biases, sinks, another activation
+        ("qwen2_moe", "int4", 1),  # a shared expert with a gate
+        pytest.param("qwen2_moe", "int4+fp8", 1, marks=pytest.mark.slow),
     ),
 )
 def test_two_chunks_of_a_long_prompt(family, format, layers):

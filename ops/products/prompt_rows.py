@@ -137,7 +137,7 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
 
 # Grid [T, blocks]: a program sums a part of one token.
 @jit
-def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
+def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
     WIDTH: tl.constexpr = s.width
     token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
     inside = column < WIDTH
@@ -150,6 +150,12 @@ def _combine_rows(parts, places, experts, weights, bias, y, s: tl.constexpr):
             own = bias + tl.load(experts + pair) * WIDTH
             part += tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
         total += part * tl.load(weights + pair)
+    if shared is not None:
+        part = tl.load(shared + token.to(tl.int64) * WIDTH + column, mask=inside, other=0.0)
+        part = part.to(tl.float32)
+        if gate is not None:
+            part *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
+        total += part
     tl.store(y + token.to(tl.int64) * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -220,16 +226,23 @@ def combine_rows(
     experts: Tensor,
     weights: Tensor,
     bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
 
-    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. The reference
-    is `Experts.combine`.
+    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
+    is added: the result of a shared expert, times the sigmoid of gate [T, 1] if there is one. The
+    reference is `Experts.combine`, then `GatedSharedExpertMoE.merge`.
     """
     (T, A), width = weights.shape, parts.shape[1]
     check_shapes(places=(places, (T * A,)), experts=(experts, (T, A)))
+    if shared is not None:
+        check_shapes(shared=(shared, (T, width)))
+    if gate is not None:
+        check_shapes(gate=(gate, (T, 1)))
     y = parts.new_empty(T, width)
     s = RowSettings(width, A)
-    tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, y
+    tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y
     launch(_combine_rows, (T, triton.cdiv(width, s.block)), *tensors, settings=s)
     return y

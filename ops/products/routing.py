@@ -179,6 +179,7 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     expert = tl.arange(0, s.block)
     # From L2: this kernel may have started before the one that writes them.
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
+    score = score.to(tl.float32)
     if s.biased:
         part, score = _softmax_scores(score, scores, score_bias, expert, s)
     elif score_bias is not None and not s.factored:
@@ -229,7 +230,8 @@ def _route(scores, score_bias, indices, weights, s: tl.constexpr, PDL: tl.conste
 def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Tensor]:
     """Choose experts for several tokens.
 
-    scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] normed tokens times the router's rows.
+    scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] of any dtype, normed tokens times the
+    router's rows.
     Return expert_indices int64 and expert_weights fp32 [T, A + S]. The reference is `MoE.route`, or
     that of models/layers/group_routing.py. One token's choice is a part of `experts.gate_up`.
     """
