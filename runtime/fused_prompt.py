@@ -57,7 +57,7 @@ class ExpertRows:
         if self.columns(x) is not None:
             rows |= dict(bias=self.bias, **results)
             return self.module.multiply_tokens(x, group_ends, **rows)
-        if not self.packed and prefers_kernel(x, len(pairs), len(group_ends)):
+        if not self.packed and prefers_kernel(x, len(pairs), self.module.weight, fused=True):
             weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
             return grouped_gemm(x, group_ends, *weight, **rows, bias=self.bias, **results)
         both = self.multiply(gather_rows(x, **rows, columns=None), group_ends)

@@ -102,16 +102,42 @@ def test_without_kernels_the_plain_form_multiplies(become, there, name):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize("rows", (1, 64, 5000))
+@pytest.mark.parametrize("rows", (8, 400, 4096))
 def test_bf16_prompts_take_the_library_where_it_has_a_kernel(become, monkeypatch, name, rows):
     become(KNOWN[name])
     taken = []
     for form in ("_multiply", "_multiply_by_library"):
         monkeypatch.setattr(prompt, form, lambda *_, form=form: taken.append(form))
-    prompt.grouped_mm(on_gpu(rows, 16), on_gpu(4, 16, 16), torch.zeros(4))
-    few, has_kernels = rows <= prompt.FEW_ROWS * 4, KNOWN[name].runs_kernels
+    weight = on_gpu(1, 1, 1).expand(8, 28672, 4096)
+    prompt.grouped_mm(on_gpu(1, 1).expand(rows, 4096), weight, torch.zeros(8))
+    few, has_kernels = rows < 1024, KNOWN[name].runs_kernels
     by_library = not has_kernels or (name in ("sm_90", "sm_100") and not few)
     assert taken == ["_multiply_by_library" if by_library else "_multiply"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "rows", "fused", "kernel"),
+    (
+        # Rows of an expert; us of the kernel and of the library, with what is around it.
+        ((128, 1536, 2048), 128, True, 282 < 408),  # w13 of Qwen3-30B-A3B
+        ((128, 1536, 2048), 512, True, 816 < 867),
+        ((128, 1536, 2048), 1024, True, 1547 < 1643),
+        ((128, 2048, 768), 128, False, 150 < 203),  # w2
+        ((128, 2048, 768), 512, False, 425 < 441),
+        ((8, 28672, 4096), 50, True, 470 < 611),  # Mixtral 8x7B
+        ((8, 28672, 4096), 256, True, 1038 < 977),
+        ((8, 28672, 4096), 512, True, 1976 < 1602),
+        ((8, 28672, 4096), 2048, True, 7712 < 5852),
+        ((8, 4096, 14336), 50, False, 239 < 330),
+        ((8, 4096, 14336), 256, False, 594 < 497),
+        ((8, 4096, 14336), 2048, False, 4034 < 2886),
+    ),
+)
+def test_the_faster_product_of_plain_weights_is_chosen(become, weight, rows, fused, kernel):
+    """As measured on an H200 (docs/log/prompts.md)."""
+    become(KNOWN["sm_90"])
+    experts = on_gpu(1, 1, 1).expand(weight)
+    assert prompt.prefers_kernel(on_gpu(1), rows * weight[0], experts, fused) == kernel
 
 
 # Kernels that cannot run --------------------------------------------------------------------------

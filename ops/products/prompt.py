@@ -17,6 +17,7 @@ along `in`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,18 @@ from ops.products.prompt_weights import (
 )
 from ops.products.units import finish
 
-# Average rows of x for each expert, up to which the kernel is faster than the library with plain
-# weights (H100; more were not measured).
-FEW_ROWS = 128
+
+class Speed(NamedTuple):
+    """Of a product of plain weights with many rows, in bf16: fitted to products on an H200."""
+
+    flops: float  # FLOP/s of full tiles with long rows
+    empty_rows: int  # of an expert's last tile, on average
+    begin: int  # numbers along `in` that take as long as the begin and end of a tile
+
+
+KERNEL = Speed(520e12, 16, 0)
+LIBRARY = Speed(770e12, 64, 350)
+BYTES_PER_SECOND = 4e12  # of kernels that only read and write rows
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
@@ -303,10 +313,27 @@ def grouped_gemm(
     return y
 
 
-def prefers_kernel(like: Tensor, N: int, E: int) -> bool:
-    """Whether the kernel is faster than the library with N rows of E experts' plain weights."""
+def prefers_kernel(like: Tensor, N: int, weight: Tensor, fused: bool = False) -> bool:
+    """Whether the kernel is faster than the library with N rows for plain weights [E, out, in].
+
+    fused: beside the library's product, other kernels copy its rows and activate its results.
+
+    The library multiplies faster, but only whole tiles of 128 rows, and an expert's last tile is
+    half empty. With few rows an expert that is what counts, with more the kernels beside it. These
+    take long compared with a product of few numbers: of small experts.
+    """
     has_library = like.dtype is torch.bfloat16 and gpu_of(like.device).has_grouped_mm
-    return can_launch(like) and (N <= FEW_ROWS * E or not has_library)
+    if not has_library or not can_launch(like):
+        return can_launch(like)
+    E, out, width = weight.shape
+
+    def seconds(speed: Speed) -> float:
+        """Return the time of an expert's rows."""
+        return 2 * (N / E + speed.empty_rows) * out * (width + speed.begin) / speed.flops
+
+    # The gathered rows are written; results are written, then read, and half as many are written.
+    nbytes = N / E * 2 * (width + 2 * out) if fused else 0
+    return seconds(KERNEL) <= seconds(LIBRARY) + nbytes / BYTES_PER_SECOND
 
 
 @custom_op("moe_fast::grouped_mm")
@@ -318,7 +345,7 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
     it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
     """
-    if prefers_kernel(x, len(x), len(weight)):
+    if prefers_kernel(x, len(x), weight):
         return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
     return _multiply_by_library(x, weight, group_ends)
 
