@@ -156,7 +156,8 @@ class PromptLayer:
         attention, chunk, T = self.attention, context.chunk, len(projected)
         assert chunk is not None
         cache, (_, K, C), begin = attention.cache, attention.heads, chunk.end - T
-        given = projected, context.rope, *attention.norm_weights(), attention.settings
+        q_norm, k_norm = attention.norm_weights()
+        given = projected, context.rope, q_norm, k_norm, attention.settings
         is_ring = type(cache) is ring_of(KVCache)
         if type(cache) is KVCache:
             q = prompt_heads(*given, Places(cache=cache.kv, row=chunk.row), begin)

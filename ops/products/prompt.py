@@ -221,7 +221,8 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int) -> PromptTile:
             return PromptTile(rows, 128, 256 if width % 256 == 0 else 128, 4)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
-        return PromptTile(rows, 128, 128, 8, tail=max(16, rows // 4))
+        # Instructions bind few rows: 4 warps have fewer for each weight than 8.
+        return PromptTile(rows, 128, 128, 4 if rows == 32 else 8, tail=max(16, rows // 4))
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
