@@ -209,7 +209,7 @@ def _grouped(x, y, group_ends, weights, third, pairs, columns, bias, s: tl.const
 # Launching ----------------------------------------------------------------------------------------
 
 
-def choose_prompt_tile(N: int, E: int, bits: int, width: int) -> PromptTile:
+def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
     Small tiles for few rows an expert: most rows of a large tile would be empty. Measured on an
@@ -221,8 +221,10 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int) -> PromptTile:
             return PromptTile(rows, 128, 256 if width % 256 == 0 else 128, 4)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
-        # Instructions bind few rows: 4 warps have fewer for each weight than 8.
-        return PromptTile(rows, 128, 128, 4 if rows == 32 else 8, tail=max(16, rows // 4))
+        # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
+        # take all registers.
+        few = rows == 32 and kind not in ("q5_k", "q6_k")
+        return PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
@@ -295,7 +297,7 @@ def grouped_gemm(
     given = x.contiguous(), y, group_ends, tensors, third, pairs, columns, bias
     tiles = [tile]
     if tile is None:
-        chosen = choose_prompt_tile(N, E, bits, width)
+        chosen = choose_prompt_tile(N, E, bits, width, kind)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)
