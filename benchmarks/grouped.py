@@ -88,7 +88,9 @@ class Product:
             format = FORMATS[weight.format]
             x = format.grouped_order(self.x, weight.group)
             given = x, self.group_ends, weight.parts(), format.kind, format.bits, weight.group
-        own = choose_prompt_tile(self.rows, len(self.group_ends), given[4], self.x.shape[1])
+        kind, bits = given[3:5]
+        sizes = self.rows, len(self.group_ends), bits, self.x.shape[1]
+        own = choose_prompt_tile(*sizes, kind)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)
         for tile in (replace(own, **change) for change in changes):

@@ -41,10 +41,10 @@ from ops.products.units import finish
 
 
 class Speed(NamedTuple):
-    """Of a product of plain weights with many rows, in bf16: fitted to products on an H200."""
+    """How fast plain weights are multiplied in bf16: fitted to products on an H200."""
 
     flops: float  # FLOP/s of full tiles with long rows
-    empty_rows: int  # of an expert's last tile, on average
+    empty_rows: int  # mean number in an expert's last tile
     begin: int  # numbers along `in` that take as long as the begin and end of a tile
 
 

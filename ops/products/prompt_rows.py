@@ -27,7 +27,7 @@ class GroupSettings:
 
     E: int  # experts
     chunk: int  # pairs of a program
-    rows: int = 128  # of these, pairs that are compared with each other
+    rows: int = 128  # pairs that are compared with each other
 
     @property
     def bins(self) -> int:
