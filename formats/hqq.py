@@ -36,12 +36,12 @@ class HQQ(Format):
     """(code - zero) * scale, with scale and zero uint8 [..., out, in / G] and, of each,
     step and low bf16 [..., out, 1]: value = uint8 * step + low."""
 
-    kind = "hqq"
     has_solver = True
 
     def __init__(self, name: str, bits: int, group: int):
         self.name, self.bits, self.group = name, bits, group
-        self.has_gemv = bits == 4
+        self.kind = "hqq" if bits == 4 else f"hqq{bits}"
+        self.has_gemv = True
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         layout = {}

@@ -375,7 +375,7 @@ def has_gemv(format: Format) -> bool:
 
 
 def gemv_fits(request: Request) -> bool:
-    return dot4_supports(request.x, request.codes.shape[-2], request.group)
+    return dot4_supports(request.x, request.codes, request.format.kind, request.group)
 
 
 def fuses_swiglu(request: Request) -> bool:

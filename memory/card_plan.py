@@ -242,10 +242,9 @@ def name_of(options: argparse.Namespace) -> str:
 
 def freedom(options: argparse.Namespace, setup: Setup, formats: bool = False) -> Freedom:
     """Return what options leave open. formats: the model's name has none."""
-    fused = options.decode_kernels == "fused"
     fixed = options.offload or options.speculate == "mtp"
     single = setup.max_batch is None or setup.batch == 1  # a server that offloads has one answer
     can_pack = setup.sizes.format == {"name": PLAIN}
     chats = options.dry_run or getattr(options, "interactive", True)
     context = chats and not options.max_seq_len
-    return Freedom(formats and can_pack, not fixed and single, context, not fused)
+    return Freedom(formats and can_pack, not fixed and single, context)

@@ -28,7 +28,6 @@ class Freedom(NamedTuple):
     formats: bool = False
     offload: bool = False
     context: bool = False
-    few_bits: bool = True  # the formats of FEW_BITS, if formats are free: they are not fused
 
 
 class Choice(NamedTuple):
@@ -80,7 +79,7 @@ def sessions(setup: Setup, memory: Memory, may: Freedom) -> Iterator[tuple[str |
     """Yield formats and their sessions, the best first."""
     groups: tuple[tuple[str | None, ...], ...] = ((None,),)
     if may.formats:
-        groups = ((None, *OURS), FEW_BITS) if may.few_bits else ((None, *OURS),)
+        groups = (None, *OURS), FEW_BITS
     for modes in groups:
         last = None
         for mode in modes:

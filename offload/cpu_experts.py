@@ -45,7 +45,7 @@ ACTIVATIONS = "silu", "clamped", "gelu", "relu_squared"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 UINT4, IQ4_XS, NO_SCALE, F16_PAIR = 6, 10, 11, 12  # of Scales
-HQQ2, HQQ3, PLAIN_CODES = 3, 8, 9  # of Codes
+PLAIN_CODES = 9  # of Codes
 
 
 class Kind(NamedTuple):
@@ -62,6 +62,8 @@ KINDS = {
     "mxfp4": Kind(1, 4, zero=12),
     "nvfp4": Kind(2, 5, zero=12),
     "hqq": Kind(0, 7),
+    "hqq2": Kind(3, 7),
+    "hqq3": Kind(8, 7),
     "int8": Kind(4, 3, zero=128),
     "q8_0": Kind(4, zero=128),
     "q4_k": Kind(0, 8, run=32),
@@ -339,8 +341,6 @@ def weight_struct(weight: HostWeight, bias: Tensor | None) -> WeightStruct:
         format = FORMATS[weight.format]
         kind = KINDS[format.kind]
         made.group, made.codes, made.zero = weight.packing, kind.codes, kind.zero
-        if format.codes_per_word == 16:
-            made.codes = HQQ3 if "third" in parts else HQQ2
         scales = FLOAT_SCALES.get(parts["scale"].dtype) if kind.scales is None else kind.scales
         if format.kind == "hqq" and "zero_step" not in parts:
             scales = UINT4

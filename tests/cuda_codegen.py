@@ -293,7 +293,7 @@ def latent_cases(arch: str, layers: int, *caches: type[KVCache]) -> Iterator[Cas
         yield f"{arch} block {cache_class.__name__}", block, (args, 1024, cache_class)
 
 
-# One format of each way to multiply. hqq3 and hqq2 take Inductor longest.
+# One format of each way to multiply.
 QUICK_FORMATS = "int8", "fp8", "fp8b", "int4", "hqq4", "mxfp4", "q4_k", "q6_k"
 
 

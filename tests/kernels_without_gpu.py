@@ -323,6 +323,11 @@ DOT4 = {
     "mxfp4, gated, two tokens": ("mxfp4", 32, 40, 448, 3, 2, 4, True, {}),
     "uint4, experts, several tokens": ("uint4", 64, 20, 448, 3, 2, 4, False, {}),
     "nvfp4, dense, five chunks": ("nvfp4", 32, 20, 4128, 0, 1, 1, False, {}),
+    "hqq2, experts, several tokens": ("hqq2", 16, 20, 448, 3, 2, 4, False, {}),
+    "hqq2, dense, three chunks": ("hqq2", 16, 20, 4160, 0, 1, 1, False, {}),
+    "hqq2, gated, groups of 64": ("hqq2", 64, 40, 448, 3, 1, 2, True, {}),
+    "hqq3, gated, two tokens": ("hqq3", 64, 40, 448, 3, 2, 4, True, {}),
+    "hqq3, dense, three chunks": ("hqq3", 64, 20, 4160, 0, 1, 1, False, {}),
     "nvfp4, gated, two tokens": ("nvfp4", 32, 40, 448, 3, 2, 4, True, {}),
     "q4_k, gated, two tokens": ("q4_k", 256, 40, 768, 3, 2, 4, True, {}),
     "q4_k, dense, three blocks": ("q4_k", 256, 20, 768, 0, 1, 1, False, {}),
@@ -454,6 +459,23 @@ def six_bits_twin(word, high, x_low, x_high, low, high_sum, M):
     return low, add_dot(high_sum, 4 * (second - 32), fields(x_high, np.int16))
 
 
+def three_bits_twin(word, third, x, low, high, M):
+    """Replace `codes.dot_three_bits`, and without third bits `codes.dot_two_bits`."""
+    found = [low, low, high, high]
+    for k in range(4):
+        values = fields(word, np.uint8) >> 2 * k & 3
+        if third is not None:
+            values = values | (fields(third, np.uint8) >> 4 * M + k & 1) << 2
+        at = k // 2 * 2
+        found[at] = add_dot(found[at], values << 2 * at, fields(x[k], np.int16))
+    return found[0], found[2]
+
+
+def two_bits_twin(word, x, low, high):
+    """Replace `codes.dot_two_bits`."""
+    return three_bits_twin(word, None, x, low, high, 0)
+
+
 def pair_twin(pair, total):
     """Replace `operands.add_pair`."""
     return add_dot(total, fields(pair, np.int16), np.int32(1))
@@ -478,6 +500,7 @@ def replace_four_bits() -> None:
     codes.dot_bytes, codes.dot_nibbles, operands.add_pair = bytes_twin, twin, pair_twin
     codes.dot_five_bits, codes.dot_six_bits = five_bits_twin, six_bits_twin
     codes.dot_looked_up = looked_up_twin
+    codes.dot_two_bits, codes.dot_three_bits = two_bits_twin, three_bits_twin
 
 
 @triton.jit
@@ -499,6 +522,10 @@ def words_kernel(given, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
         low = codes.dot_five_bits(word, high, x, y, low, M)
     elif CASE == "six":
         low, odd = codes.dot_six_bits(word, high, x, y, low, odd, M)
+    elif CASE == "two":
+        low, odd = codes.dot_two_bits(word, (x, y, y, x), low, odd)
+    elif CASE == "three":
+        low, odd = codes.dot_three_bits(word, high, (x, y, y, x), low, odd, M)
     elif CASE == "iq4":
         low, odd = codes.dot_looked_up(word, x, y, low, odd, codes.iq4_table(zero), True)
     else:
@@ -507,7 +534,8 @@ def words_kernel(given, numbers, out, CASE: tl.constexpr, M: tl.constexpr):
     tl.store(out + 64 + at, odd)
 
 
-WORDS = {"bytes": 1, "word": 1, "e2m1": 1, "five": 4, "six": 2, "iq4": 1, "pair": 1}  # values of M
+WORDS = {"bytes": 1, "word": 1, "e2m1": 1, "five": 4, "six": 2, "two": 1, "three": 2}  # values of M
+WORDS |= {"iq4": 1, "pair": 1}
 
 
 def products_of_words() -> list[Tensor]:
@@ -1512,6 +1540,7 @@ def few_dot4_errors() -> dict[str, float]:
         *("int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"),
         *("q8_0, dense", "q6_k, dense, five chunks", "q5_k, experts", "q4_k, dense, three blocks"),
         *("iq4_nl, dense", "nvfp4, dense, five chunks", "uint4, experts, several tokens"),
+        *("hqq2, experts, several tokens", "hqq3, dense, three chunks"),
     )
     return {name: dot4_error(DOT4[name], 1.0) for name in names}
 

@@ -57,7 +57,7 @@ OTHERS = {
 @pytest.fixture
 def gemv(monkeypatch):
     """Let the GEMV kernel take any weight, without Triton."""
-    monkeypatch.setattr(packed, "dot4_supports", lambda x, out, group: x.is_floating_point())
+    monkeypatch.setattr(packed, "dot4_supports", lambda x, *_: x.is_floating_point())
 
 
 def request(name: str, device: str, product: str, dtype: torch.dtype, out: int = 2 * I, **options):
@@ -99,7 +99,7 @@ GROUPED, BY_EXPERT = "ops.products.prompt", "unpack expert by expert, then F.lin
 GGUF = "q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q4_1", "q4_0", "iq4_nl", "iq4_xs"
 WITH_KERNELS = "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2"
 WITH_KERNELS += GGUF
-WITH_GEMV = "int4", "uint4", "mxfp4", "nvfp4", "hqq4", *GGUF
+WITH_GEMV = "int4", "uint4", "mxfp4", "nvfp4", "hqq4", "hqq3", "hqq2", *GGUF
 WITH_BYTES = "int4", "uint4", "hqq4", "hqq3", "hqq2"  # and int8, if it is large
 
 

@@ -18,7 +18,7 @@ from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdd
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
 from ops.products.few_tokens import FewTiles
-from ops.products.weights import plain_weight
+from ops.products.weights import has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
 from runtime.fused_layer import FusedExperts, FusedLayer, NoExperts, fused_layers, stack
@@ -51,7 +51,8 @@ def describe_attention(layer: FusedLayer) -> tuple[type, list[int]]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_published_models_have_kernels_in_every_format(name):
-    for mode in ("bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"):
+    modes = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4", "hqq4"
+    for mode in (*modes, "hqq3", "hqq2"):
         model = on_meta(name, mode)
         sparse = [block for block in model.layers if isinstance(block.ffn, MoE)]
         if name in REFUSED:
@@ -89,7 +90,7 @@ def test_kernels_are_described(monkeypatch):
     assert describe("GLM-4.5-Air", "bf16", hopper) == "fused (6 of 6 layers)"  # the first is dense
     assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
     assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
-    assert describe("Qwen3-30B-A3B", "hqq3", hopper) == "Inductor (layer 0: no kernel for hqq3)"
+    assert describe("Mixtral-8x7B", "hqq4-hqq2", hopper) == "fused (5 of 5 layers)"
     lfm2 = on_meta("LFM2-24B-A2B", "int4")
     assert choose_runner(lfm2, "auto") is FusedRunner
     lfm2.kernels_ran = False  # as a family's class says until a GPU has run its kernels
@@ -102,8 +103,11 @@ def test_kernels_are_described(monkeypatch):
     assert phi == "Inductor (layer 0: no kernels for Attention, or its norm)"
 
 
-def test_other_formats_and_devices_have_none():
-    assert not fused_layers(on_meta("Qwen3-30B-A3B", "hqq3"))
+def test_other_groups_and_devices_have_none():
+    for kind, group in (("hqq2", 32), ("hqq3", 32), ("int4", 16), ("none", 64), (None, 64)):
+        assert not has_kernels(kind, group)
+        with pytest.raises(ValueError, match=f"no kernel for {kind} with groups of {group}"):
+            packed_weight([torch.empty(8, 8)], kind, group)
     assert why_not_fused(on_meta("Qwen3-30B-A3B", "bf16"), torch.device("cpu")) == "no GPU"
 
 
@@ -111,7 +115,8 @@ AUTO = {
     ("Qwen3-30B-A3B", "int4"): FusedRunner,
     ("gpt-oss-20b", "mxfp4"): FusedRunner,
     ("Mixtral-8x7B", "bf16"): FusedRunner,
-    ("Qwen3-30B-A3B", "hqq3"): CompiledRunner,  # no kernels for the format
+    ("Qwen3-30B-A3B", "hqq3"): FusedRunner,
+    ("Mixtral-8x7B", "hqq4-hqq2"): FusedRunner,
     ("Phi-3.5-MoE", "bf16"): CompiledRunner,  # none for the model
 }
 
@@ -215,10 +220,10 @@ def test_a_subclass_that_says_nothing_has_none():
 
     (block, *_) = on_meta("Qwen3-30B-A3B", "bf16").layers
     args = SimpleNamespace(**vars(ARCHITECTURES["Qwen3-30B-A3B"]), shared_intermediate=0)
-    for kind, has_kernels in ((OnlyMade, True), (SmallerWeights, False)):
+    for kind, is_fused in ((OnlyMade, True), (SmallerWeights, False)):
         with torch.device("meta"):
             block.ffn = kind(args).to(torch.bfloat16)
-        if has_kernels:
+        if is_fused:
             FusedLayer(block)
         else:
             with pytest.raises(ValueError, match="no kernels for SmallerWeights"):

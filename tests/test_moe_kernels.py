@@ -17,6 +17,9 @@ CASES = (
     {"format": "nvfp4", "norm_topk": False, "seed": 1, "biased": True, "shared": 1, "gated": True},
     {"format": "nvfp4", "biased": True, "tiles": STAYING},
     {"format": "uint4", "I": 96, "shared": 1, "softmax": True},
+    {"format": "hqq2", "sigmoid": True, "shared": 1},
+    {"format": "hqq2", "group": 64, "D": 192, "biased": True, "tiles": STAYING},
+    {"format": "hqq3", "D": 192, "I": 128, "tiles": {"rows": 4, "lanes": 64, "warps": 2}},
     {"format": "int4", "D": 512, "tiles": {"rows": 2, "depth": 1}},
     {"format": "int4", "sigmoid": True, "norm_topk": False, "scale": 1.8, "shared": 1},
     {"format": "fp8", "fp32_norm": True},
@@ -35,6 +38,8 @@ FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call
     {"format": "nvfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},
     {"format": "fp8b", "tokens": 2, "last": (-1,), "D": 256, "tiles": {"rows": 8, "depth": 1}},
     {"format": "hqq4", "tokens": 2, "shared": 2, "norm_topk": False},
+    {"format": "hqq2", "tokens": 3, "last": (2,), "biased": True},
+    {"format": "hqq3", "tokens": 3, "last": (1,)},
 )
 # Steps that end past the row, several steps in turn, rows past the end, and 1, 2 or 4 words of a
 # lane.
@@ -66,9 +71,12 @@ MORE_DENSE = (
     {"format": "hqq4", "tokens": 2, "D": 160, "scale": 0.5},
     {"format": "hqq4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
     {"format": "hqq4", "tokens": 8, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
+    {"format": "hqq2", "tokens": 2, "D": 320, "fp32_norm": True, "few": {"warps": 1, "depth": 1}},
+    {"format": "hqq2", "tokens": 8, "D": 192, "group": 64, "few": {"rows": 32, "warps": 2}},
+    {"format": "hqq3", "tokens": 5, "D": 320, "scale": 0.5},
 )
 ANY_FORMAT = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
-ANY_FORMAT += ("hqq4",)
+ANY_FORMAT += "hqq4", "hqq3", "hqq2"
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
 
 
@@ -238,7 +246,7 @@ def test_layers_with_a_shared_expert_in_another_format_are_the_blocks_own(layer)
 
 @pytest.mark.slow
 def test_a_layer_is_the_blocks_own_in_every_format():
-    formats = "int8", "hqq4", "mxfp4", "nvfp4", "fp8b"
+    formats = "int8", "hqq4", "hqq2", "mxfp4", "nvfp4", "fp8b"
     check_layers(*(("qwen3_moe", name) for name in formats), ("qwen2_moe", "int8"))
 
 
@@ -345,11 +353,16 @@ def test_a_model_with_a_dense_layer_has_the_plain_logits():
     assert max(found) < 2e-3, found  # fp16
 
 
+def most_error(case: dict) -> float:
+    """Return the largest error. Tensor cores take numbers of hqq2 and hqq3 in 16 bits."""
+    return 1e-3 if case["format"] in ("hqq2", "hqq3") and case.get("tokens", 1) > 1 else 1e-4
+
+
 def check_cases(cases: list[dict]) -> None:
     found = run({"cases": cases}, TRITON_INTERPRET="1", CHECK_BOUNDS="1")["cases"]
     for case, errors in zip(cases, found, strict=True):
         assert errors["router indices"] == 0, (case, errors)
-        assert max(errors.values()) < 1e-4, (case, errors)
+        assert max(errors.values()) < most_error(case), (case, errors)
 
 
 @pytest.mark.slow
@@ -362,7 +375,7 @@ def check_dense(cases: tuple[dict, ...]) -> None:
     cases = [{"D": 256, "I": 64, "E": 1, "A": 1} | case for case in cases]
     found = run({"cases": [], "dense": cases}, TRITON_INTERPRET="1", CHECK_BOUNDS="1")["dense"]
     for case, errors in zip(cases, found, strict=True):
-        assert max(errors) < 1e-4, (case, errors)
+        assert max(errors) < most_error(case), (case, errors)
 
 
 @pytest.mark.slow
@@ -410,7 +423,7 @@ def test_experts_of_several_tokens_in_every_format():
 def any_case(draw) -> dict:
     """Draw shapes, a format, a tiling or none, and what the layer has."""
     format = draw(st.sampled_from(ANY_FORMAT))
-    step = {"bf16": 8, "int8": 16, "fp8": 16}.get(format, 32)
+    step = {"bf16": 8, "int8": 16, "fp8": 16, "hqq3": 64, "hqq2": 64}.get(format, 32)
     experts = draw(st.integers(1, 40))
     tiles = {
         "rows": draw(st.sampled_from((1, 2, 4, 8))),
@@ -460,7 +473,7 @@ def test_the_machine_code_loads_ahead_and_spills_nothing():
     names = {"gate_up", "shared", "down", "join_tokens", "dense"}
     for format in (*ANY_FORMAT, "q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs"):
         (found,) = run({"cases": [H200 | {"format": format}]})
-        assert set(found) == names
+        assert set(found) == names | ({"_quantize_token"} if format == "hqq2" else set())
         for name, counts in found.items():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
             # Triton 3.9 keeps one register of "down" in memory, 3.6 none.

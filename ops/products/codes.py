@@ -13,6 +13,8 @@ cores need other operands: ops/products/units.py makes them.
     nvfp4    e2m1                        int32 (dp2a)          one a half group, e4m3; one a row
     hqq      4 bits, less a zero         int32 (dp2a)          one a group, and one zero; both as
                                                                they are, or times a row's step
+    hqq2     2 bits, less a zero         int32 (dp2a)          the same; or for each word
+    hqq3     2 + 1 bits, less a zero     int32 (dp2a)          as hqq
     q8_0     signed bytes                int32 (dp2a)          one for each 32
     q4_k     4 bits                      int32 (dp2a)          scale and min for each 32
     q5_k     4 + 1 bits                  int32 (dp2a)          the same
@@ -22,8 +24,8 @@ cores need other operands: ops/products/units.py makes them.
 The scales of the last four are multiplied by a `step` of 256 numbers (formats/k_quants.py), but
 not those of iq4_nl, q4_1 and q5_1; the last two are of the kinds q4_k and q5_k.
 
-At 4 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few. x
-becomes int16 (ops/products/operands.py), and two masks unpack a word's codes to bytes. dp2a
+Below 8 bits a GPU runs out of instructions before it runs out of bandwidth, and integers take few.
+x becomes int16 (ops/products/operands.py), and masks unpack a word's codes to bytes. dp2a
 multiplies 2 bytes by 2 int16 and adds, exactly: no code is converted to floating point.
 
 A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipeline.Product`).
@@ -32,13 +34,15 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four
-from ops.products.units import first_byte, half, scale_and_min, second_byte
+from ops.products.units import byte_of_four, first_byte, half, scale_and_min, second_byte
 from ops.products.words import (
     dot_bytes,
     dot_five_bits,
     dot_looked_up,
     dot_nibbles,
     dot_six_bits,
+    dot_three_bits,
+    dot_two_bits,
     e2m1_table,
     iq4_table,
 )
@@ -56,18 +60,22 @@ def e8m0_to_float(exponents):
 def load_scales(weights, expert, rows, quad, s):
     """Load the scales and zeros of quads [ROWS * LANES], as `multiply_chunk` takes them.
 
-    The scale of a row (int8, fp8, nvfp4) is loaded here only if lanes have different experts.
-    Otherwise it multiplies the sum: `row_scale`.
+    Those of a quad's words are an int32, one register until they are used. The scale of a row
+    (int8, fp8, nvfp4) is loaded here only if lanes have different experts. Otherwise it multiplies
+    the sum: `row_scale`.
     """
     ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
-    if s.kind == "int4" or s.e2m1 or s.kind == "hqq":
+    if s.kind == "int4" or s.e2m1 or s.half_quadratic:
         rows = expert * s.out + rows
-        groups = rows * (s.each * 4 // s.run) + quad * 4 // s.run
+        if s.word_scaled:
+            groups = rows * s.each + quad
+        else:
+            groups = rows * (s.each * 4 // s.run) + quad * 4 // s.run
         found = (tl.load(weights.scale + groups),)
-        if s.kind == "hqq" and weights.scale_step is None:
+        if s.half_quadratic and weights.scale_step is None:
             found = found + (tl.load(weights.zero + groups),)
-        elif s.kind == "hqq":
+        elif s.half_quadratic:
             step = tl.reshape(tl.load(weights.scale_step + rows), [ROWS, WARPS, 32])
             low = tl.reshape(tl.load(weights.scale_low + rows), [ROWS, WARPS, 32])
             found = found + (step, low, tl.load(weights.zero + groups))
@@ -157,7 +165,8 @@ def _multiply_four_bits(words, scales, operands, table, s):
 
     Codes are unsigned: their offset is subtracted, times the sum of x.
     """
-    x_even, x_odd, unit, sums = operands
+    xs, unit, sums = operands
+    x_even, x_odd = xs
     even = tl.zeros(words[0].shape, tl.int32)
     odd = even
     for i in tl.static_range(4):
@@ -192,9 +201,39 @@ def _multiply_four_bits(words, scales, operands, table, s):
 
 
 @jit
+def _multiply_two_bits(words, scales, operands, s):
+    """`multiply_chunk` for hqq2 and hqq3 -> fp32 [ROWS, LANES // 32, 32]."""
+    xs, unit, sums = operands
+    scale, zero = tl.reshape(scales[0], words[0].shape), tl.reshape(scales[3], words[0].shape)
+    if s.kind == "hqq3":
+        pairs = tl.split(tl.reshape(scales[6], [s.rows, s.lanes // 32, 32, 2]))
+    low = tl.zeros(words[0].shape, tl.int32)
+    high = low
+    unit *= 0.0625
+    total = tl.zeros(words[0].shape, tl.float32)
+    for i in tl.static_range(4):
+        x = (xs[0][i], xs[1][i], xs[2][i], xs[3][i])
+        if s.kind == "hqq3":
+            low, high = dot_three_bits(words[i], pairs[i // 2], x, low, high, i % 2)
+        else:
+            low, high = dot_two_bits(words[i], x, low, high)
+        if s.word_scaled:
+            offset = byte_of_four(zero, i) * scales[4] + scales[5]
+            factor = byte_of_four(scale, i) * scales[1] + scales[2]
+            total += ((low * 16 + high).to(tl.float32) * unit - offset * sums[i]) * factor
+            low, high = tl.zeros(words[0].shape, tl.int32), tl.zeros(words[0].shape, tl.int32)
+    if not s.word_scaled:
+        factor = scale.to(tl.float32) * scales[1] + scales[2]
+        offset = zero.to(tl.float32) * scales[4] + scales[5]
+        total = ((low * 16 + high).to(tl.float32) * unit - offset * sums[0]) * factor
+    return total
+
+
+@jit
 def _multiply_gguf(words, scales, operands, table, s):
     """`multiply_chunk` for GGUF's kinds -> fp32 [ROWS, LANES // 32, 32]."""
-    first, second, unit, sums = operands
+    xs, unit, sums = operands
+    first, second = xs[0], xs[len(xs) - 1]
     scale = tl.reshape(scales[0], words[0].shape)
     low = tl.zeros(words[0].shape, tl.int32)
     high = low
@@ -253,8 +292,8 @@ def multiply_chunk(codes, scales, operands, table, s):
     elif s.kind == "int8":
         sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
         for i in tl.static_range(4):
-            sums = dot_bytes(words[i], operands[0][i], sums, True)
-        total = sums.to(tl.float32) * operands[2]
+            sums = dot_bytes(words[i], operands[0][0][i], sums, True)
+        total = sums.to(tl.float32) * operands[1]
         if s.gather:
             total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32)
     elif s.kind == "fp8" or s.kind == "fp8b":
@@ -267,6 +306,8 @@ def multiply_chunk(codes, scales, operands, table, s):
             total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
     elif s.gguf:
         total = _multiply_gguf(words, scales, operands, table, s)
+    elif s.two_bits:
+        total = _multiply_two_bits(words, scales, operands, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
     return tl.reshape(total, [ROWS, s.lanes])

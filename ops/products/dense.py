@@ -24,6 +24,7 @@ from ops.products.pipeline import (
     load_parts,
     load_weights,
     multiply_tile,
+    operand_of,
     operands_of,
     prepare,
     replace,
@@ -32,6 +33,7 @@ from ops.products.pipeline import (
     sum_normed,
     sum_shared,
 )
+from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles
 from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
@@ -209,7 +211,7 @@ def _multiply_sum(
 
 # Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.
 # Each program makes integers of its x, for 4 bits (docs/log/speculation.md).
-IN_REGISTERS = {4: 3, 8: 4, 16: 4}
+IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 
 
 class Norm(NamedTuple):
@@ -221,12 +223,15 @@ class Norm(NamedTuple):
 
 # Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
 # 4 bits, norms took a half of the instructions of `_down_few` (docs/log/speculation.md).
-NORMED = {4: 3, 8: TILE, 16: 4}
+NORMED = {2: 1, 4: 3, 8: TILE, 16: 4}
 
 
 def norm_apart(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Norm | None]:
-    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None."""
-    if len(x) <= NORMED[BITS[weight.kind]]:
+    """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None.
+
+    So too if words have scales: `dense_product` then quantizes x by a kernel of its own.
+    """
+    if len(x) <= NORMED[BITS[weight.kind]] and not weight.word_scaled:
         return x, Norm(norm, eps)
     return norm_tokens(x, norm, eps), None
 
@@ -272,6 +277,9 @@ def dense_product(
     if T > 1:
         tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))
+    if weight.word_scaled and scales is None:
+        x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
+        fields["early"] = False  # the previous kernel writes x
     operand, how = operands_of(x, weight, scales), (tiles, fields)
     return launch_sum(operand, weight, None, residual, bias, y, send, how)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_tokens import FewTiles, settings_of, unit_tensors
+from ops.products.few_tokens import FewTiles, order_words, settings_of, unit_tensors
 from ops.products.few_x import load_fields, spread_begins
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.routing import queries_of
@@ -339,6 +339,7 @@ def multiply_tiles(
     N = s.out // 2 if gated else s.out
     if x.shape[1] != s.width or y.shape[1] != N:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
+    x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.rows), count
     launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)

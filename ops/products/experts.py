@@ -309,6 +309,8 @@ def _launch_each(
     """Launch `_multiply_each`. how: activation, dtype, tiles. fields: of `EachSettings`."""
     activation, dtype, tiles = how
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
+    if isinstance(x, Tensor) and weight.word_scaled:
+        x = quantize_tokens(operand_of(x, weight), weight)
     fields |= dict(loads=2 if activation and activation.gated else 1, activation=activation)
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     shape = pairs, weight.out // settings.loads

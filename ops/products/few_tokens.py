@@ -97,7 +97,7 @@ class FewTiles:
 def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
-        return 4  # no scales along `in`, or those of e2m1
+        return 4  # no scales along `in`, or those of e2m1; two bits: numbers have their scales
     return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
 
 
@@ -116,11 +116,11 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
         if size == TILE and tokens == 2 * TILE and not narrow:
-            return FewTiles(32 if weight.fields == 8 and not few else 16, warps, 2, TILE)
+            return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
-    if weight.fields == 8:
+    if weight.fields >= 8:
         return FewTiles(16, 4, 0, x_depth=1) if few else FewTiles(16, 4, 1)
     if weight.kind == "bf16" and weight.out < 64 * weight.multiprocessors:
         return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
@@ -136,9 +136,21 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":
         high = tensors.high
-        high = None if high is None else high.view(torch.int16)
+        if high is not None:  # hqq3: that of a quad is one number
+            high = high.view(torch.int64 if weight.kind == "hqq3" else torch.int16)
         return tensors._replace(codes=codes, high=high)
     return WeightTensors(codes, tensors.scale.reshape(-1).view(torch.int16))
+
+
+def order_words(x: Tensor, weight: Weight) -> Tensor:
+    """Return x [..., in] as the kernel reads it.
+
+    If words have scales: first the numbers of the first fields of each quad's words, and so on, so
+    that a load takes four at once.
+    """
+    if not weight.word_scaled:
+        return x
+    return x.unflatten(-1, (-1, 4, weight.fields)).transpose(-2, -1).flatten(-3)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -194,5 +206,6 @@ def down_few(
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.rows), blocks
+    x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
     tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
     launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)

@@ -17,7 +17,9 @@ from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
 multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
-(mxfp4, nvfp4) multiplies the codes. x times the norm's weight is the sum of two 16-bit numbers.
+(mxfp4, nvfp4) multiplies the codes. Words of hqq2 have scales of their own: its numbers, and those
+of hqq3, are rounded to 16 bits, as a prompt's are. x times the norm's weight is the sum of two
+16-bit numbers.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from ops.products.units import (
     decode,
     e2m1_factor,
     first_byte,
+    hqq_offset,
     pair_factors,
     scale_and_min,
     second_byte,
@@ -53,6 +56,11 @@ class FewSettings(Codes):
     depth: int  # steps of weights in flight, which divide all steps
     x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
+
+    @property
+    def run(self) -> int:
+        """Words whose fields are neighbors in x; if words have scales, x is so ordered."""
+        return 4 if self.word_scaled else super().run
 
     @property
     def unit_fields(self) -> int:
@@ -103,6 +111,8 @@ class FewSettings(Codes):
         """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
         if self.has_row_scale and not self.e2m1:
             return self.out
+        if self.word_scaled:
+            return self.out * (self.words // 4)
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
         return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
@@ -114,7 +124,9 @@ class FewSettings(Codes):
 
     @property
     def units_above(self) -> int:
-        """Units of the bits above the codes of an expert's weight."""
+        """Units of the bits above the codes of an expert's weight; hqq3: quads."""
+        if self.kind == "hqq3":
+            return self.out * (self.words // 4)
         return self.out * 2 * self.words // max(self.sharing, 1)
 
 
@@ -148,7 +160,7 @@ def _load_step(weights, row, step, s: tl.constexpr):
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
-    if not s.e2m1:
+    if not (s.e2m1 or s.two_bits):
         lane = lane[:, None]
     rows, word = _rows_and_words(lane, row, step, s)
     if s.gguf:
@@ -160,8 +172,11 @@ def _load_step(weights, row, step, s: tl.constexpr):
     elif s.kind == "fp8b":
         scale = weights.scale + rows // GROUP * (s.width // GROUP) + word * 4 // GROUP
         tile = tile + (tl.load(scale),)
-    elif s.step_scaled or s.e2m1:
-        group = rows * (s.width // GROUP) + word * 8 // GROUP
+    elif s.step_scaled or s.e2m1 or s.two_bits:
+        if s.word_scaled:
+            group = rows * (s.words // 4) + word // 4
+        else:
+            group = rows * (s.width // GROUP) + word * s.fields // GROUP
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
             # fragments (kWidth 4).
@@ -169,12 +184,14 @@ def _load_step(weights, row, step, s: tl.constexpr):
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
         else:
             tile = tile + (tl.load(weights.scale + group),)
-        if s.kind == "hqq" and weights.scale_step is None:
+        if s.half_quadratic and weights.scale_step is None:
             tile = tile + (tl.load(weights.zero + group),)
-        elif s.kind == "hqq":
+        elif s.half_quadratic:
             tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
             tile = tile + (tl.load(weights.zero + group),)
             tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
+    if s.kind == "hqq3":
+        tile = tile + (tl.load(weights.high + (rows * (s.words // 4) + word // 4)),)
     return tile
 
 
@@ -232,6 +249,41 @@ def _row_factors(factor, s: tl.constexpr):
 
 
 @jit
+def _of_units(lanes, s: tl.constexpr):
+    """Repeat one number a lane for each of its units."""
+    R: tl.constexpr = s.rows // 8
+    lanes = tl.reshape(lanes, [R, s.warps, 8, 4, 1])
+    return tl.reshape(tl.broadcast_to(lanes, [R, s.warps, 8, 4, 8]), [R * s.warps * 256])
+
+
+@jit
+def _of_words(lanes, s: tl.constexpr):
+    """Convert one number a lane, a byte for each of its words, to fp32 for each of its units."""
+    word = tl.arange(0, s.rows * s.warps * 32) // 2 % 4
+    return (_of_units(lanes, s) >> word * 8 & 0xFF).to(tl.float32)
+
+
+@jit
+def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return scale, offset, and the third bits if there are some, of each unit of a step."""
+    if s.word_scaled:
+        scale = _of_words(tile[1], s) * _of_units(tile[2], s) + _of_units(tile[3], s)
+        zero = _of_words(tile[4], s) * _of_units(tile[5], s) + _of_units(tile[6], s)
+        return scale, hqq_offset(scale, zero, DTYPE), 0
+    else:
+        scale = tile[1].to(tl.float32) * tile[2] + tile[3]
+        zero = tile[4].to(tl.float32) * tile[5] + tile[6]
+        offset = _of_units(hqq_offset(scale, zero, DTYPE), s)
+        thirds = tile[1]
+        if s.kind == "hqq3":
+            unit = tl.arange(0, s.rows * s.warps * 32)
+            shift = (unit // 4 % 2 * 32 + unit % 2 * 16).to(tl.int64)
+            thirds = (_of_units(tile[7], s) >> shift).to(tl.int16)
+            thirds = tl.where(unit // 2 % 2 == 1, thirds >> 2, thirds << 2)
+        return _of_units(scale, s), offset, thirds
+
+
+@jit
 def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
 
@@ -243,10 +295,9 @@ def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
         even, odd = pair_factors(scale, DTYPE)
         factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
         factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
+        return tl.reshape(factor, [R * WARPS * 256])
     else:
-        factor = tl.reshape(e2m1_factor(scale, DTYPE), [R, WARPS, 8, 4, 1])
-        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 8])
-    return tl.reshape(factor, [R * WARPS * 256])
+        return _of_units(e2m1_factor(scale, DTYPE), s)
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -278,6 +329,8 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
     if s.e2m1:
         return _unit_factors(tile[1], s, DTYPE)
+    elif s.two_bits:
+        return _half_quadratic_factors(tile, s, DTYPE)
     elif s.sharing > 0:
         LANES: tl.constexpr = s.rows * s.warps * 4
         # A lane's bits begin at a place that depends on its word. The last step of a row begins at

@@ -1,4 +1,4 @@
-"""One token's 4-bit products as an operator, for code that Inductor compiles.
+"""One token's products of few bits as an operator, for code that Inductor compiles.
 
 The kernels are those of ops/products/dense.py and experts.py. Inductor's code for the same product
 in PyTorch takes 1.5 times as long: it converts each code to floating point.
@@ -11,13 +11,14 @@ from ops.declared import SWIGLU
 from ops.launch import can_launch
 from ops.products.dense import dense_product
 from ops.products.experts import multiply_each
-from ops.products.weights import packed_weight
+from ops.products.weights import has_kernels, packed_weight
 
 
-def dot4_supports(x: Tensor, out: int, group: int) -> bool:
-    """Whether `dot4` can multiply x [M, in] by weights [..., out, in] with groups of that size."""
+def dot4_supports(x: Tensor, codes: Tensor, kind: str, group: int) -> bool:
+    """Whether `dot4` can multiply x [M, in] by weights with codes [..., out, W]."""
     sixteen_bits = x.dtype in (torch.bfloat16, torch.float16)
-    fits = sixteen_bits and group % 32 == 0 and out >= 16
+    whole = has_kernels(kind, group) and codes.shape[-1] % 4 == 0
+    fits = sixteen_bits and whole and codes.shape[-2] >= 16
     return fits and can_launch(x, "_multiply_each", "_multiply_sum")
 
 
@@ -25,11 +26,11 @@ def dot4_supports(x: Tensor, out: int, group: int) -> bool:
 def dot4(
     x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
 ) -> Tensor:
-    """Multiply x [M, in] by 4-bit weights [E, out, in] -> fp32 [N, out].
+    """Multiply x [M, in] by weights [E, out, in] of 4 bits and fewer -> fp32 [N, out].
 
     x: bf16 or fp16, contiguous. index: int64, N in all: pair n multiplies row n // (N // M) of x
     by expert index[n]. None: one dense weight [out, in], N = M = 1. parts: the weight's tensors,
-    ordered as in its format's layout. kind: "int4", "mxfp4", "nvfp4" or "hqq". group: numbers along
+    ordered as in its format's layout. kind: one of INTEGERS but int8. group: numbers along
     `in` that share a scale, of nvfp4 two.
 
     swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].

@@ -5,7 +5,7 @@ Each quad has a power of two, the unit, because a lane multiplies a quad at a ti
 keeps all its digits if it is within 7 binary orders of its quad's largest. Smaller numbers have an
 error of at most 2 ** -15 of the largest.
 
-Letters: a word has FIELDS codes: 2, 4 or 8. RUN: words of a group, whose fields are RUN numbers
+Letters: a word has FIELDS codes: 2, 4, 8 or 16. RUN: words of a group, whose fields are RUN numbers
 apart. A chunk is LANES neighboring quads of x. s: settings (`ops.products.pipeline.Product`).
 """
 
@@ -125,18 +125,19 @@ def _join_pairs(low, high):
 
 
 @jit
-def quantize(values, ORDER: tl.constexpr, BITS: tl.constexpr):
-    """Quantize fp32 x to int16 -> two operands (four int16 in an int64), unit and sums of x.
+def quantize(values, BITS: tl.constexpr, s):
+    """Quantize fp32 x to int16 -> operands (four int16 in an int64), unit and sums of x.
 
-    values: one tensor [LANES, 4] for each field of a word, and so are the operands. Unit (the value
-    of 1) and sums are [LANES, 1]. Sums are a tuple: of a quad, or for nvfp4 of its first operands
-    and of its second ones. ORDER: `Weight.order`. int8 has one operand; the second is the same. A
+    values: one tensor [LANES, 4] for each field of a word. Operands are a tuple of [LANES, 4]. Unit
+    (the value of 1) is [LANES, 1]. Sums are a tuple of [LANES, 1]: of a quad, or for nvfp4 of its
+    first operands and of its second ones. If words have scales, it is one [LANES, 4]. s: `Codes`. A
     number of 16 bits has no more than 11 significant bits, so that 2 ** 15 units are never reached
     with 14 BITS. Numbers below 2 ** -107 become 0.
     """
-    FIELDS: tl.constexpr = 4 if ORDER == "int8" else 8
-    # Else even fields first.
-    IN_ORDER: tl.constexpr = ORDER == "int8" or ORDER == "mxfp4" or ORDER == "nvfp4"
+    FIELDS: tl.constexpr = s.fields
+    P: tl.constexpr = s.operands
+    # Else an operand has the numbers of the same bits of each byte of a word.
+    IN_ORDER: tl.constexpr = s.order == "int8" or s.order == "mxfp4" or s.order == "nvfp4"
     largest = tl.abs(values[0])
     for k in tl.static_range(1, FIELDS):
         largest = tl.maximum(largest, tl.abs(values[k]), propagate_nan=tl.PropagateNan.ALL)
@@ -146,30 +147,33 @@ def quantize(values, ORDER: tl.constexpr, BITS: tl.constexpr):
     inverse = ((254 + BITS - kept) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(exponent == 255, float("nan"), unit)  # inf or NaN in x: NaN in every row
     total = tl.zeros(largest.shape, tl.int32)
-    pairs, sums = (), ()
+    pairs, operands, sums = (), (), ()
     for n in tl.static_range(FIELDS // 2):
         # Fields of operand n // 2, at its 16 bits 2 (n % 2) and the next.
         if IN_ORDER:
             low, high = values[2 * n], values[2 * n + 1]
         else:
-            low, high = values[4 * (n % 2) + n // 2], values[4 * (n % 2) + n // 2 + 2]
+            low = values[2 * P * (n % 2) + n // 2]
+            high = values[2 * P * (n % 2) + n // 2 + P]
         # Adding 1.5 * 2 ** 23 rounds to a whole number, and leaves it in the lowest 16 bits.
         low_bits = (low * inverse + 12582912.0).to(tl.int32, bitcast=True)
         high_bits = (high * inverse + 12582912.0).to(tl.int32, bitcast=True)
         pair = (low_bits & 0xFFFF) | (high_bits << 16)
         total = add_pair(pair, total)
         pairs = pairs + (pair,)
-        if n + 1 == FIELDS // 2 or (ORDER == "nvfp4" and n == 1):
+        if n + 1 == FIELDS // 2 and s.word_scaled:
+            sums = (total.to(tl.float32) * unit,)
+        elif n + 1 == FIELDS // 2 or (s.order == "nvfp4" and n == 1):
             sums = sums + (tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit,)
             total = tl.zeros(largest.shape, tl.int32)
-    first = _join_pairs(pairs[0], pairs[1])
-    second = first if ORDER == "int8" else _join_pairs(pairs[2], pairs[3])
-    return first, second, unit, sums
+    for p in tl.static_range(P):
+        operands = operands + (_join_pairs(pairs[2 * p], pairs[2 * p + 1]),)
+    return operands, unit, sums
 
 
 @jit
 def _split_units(unit, sums, s):
-    """Return unit and sums, one of each lane, as [1, LANES // 32, 32]."""
+    """Return unit and sums, of each lane, as [1, LANES // 32, 32]."""
     WARPS: tl.constexpr = s.lanes // 32
     split = ()
     for i in tl.static_range(len(sums)):
@@ -178,14 +182,13 @@ def _split_units(unit, sums, s):
 
 
 @jit
-def _split_operands(first, second, unit, sums, s):
-    """Order what `quantize` returns as `multiply_chunk` takes it: all [1, LANES // 32, 32]."""
+def _split_operands(operands, unit, sums, s):
+    """Order operands [LANES, 4] as `multiply_chunk` takes them: all [1, LANES // 32, 32]."""
+    split = ()
+    for i in tl.static_range(len(operands)):
+        split = split + (_split_x(operands[i], s),)
     unit, sums = _split_units(unit, sums, s)
-    words = _split_x(first, s)
-    others = words
-    if s.order != "int8":
-        others = _split_x(second, s)
-    return words, others, unit, sums
+    return split, unit, sums
 
 
 @jit
@@ -195,47 +198,49 @@ def _prepare_integers(raw, norm, s):
     for k in tl.static_range(s.fields):
         value = raw[k].to(tl.float32)
         values = values + (value if norm is None else value * norm[k].to(tl.float32),)
-    first, second, unit, sums = quantize(values, s.order, 14 if norm is None else 13)
-    return _split_operands(first, second, unit, sums, s)
+    operands, unit, sums = quantize(values, 14 if norm is None else 13, s)
+    if s.word_scaled:
+        sums = _split_x(sums[0], s)
+    return _split_operands(operands, unit, sums, s)
 
 
 @jit
 def _load_pairs(x, chunk, s):
-    """Load both operands of each word of a chunk of quantized x, as a lane multiplies them."""
+    """Load the operands of each word of a chunk of quantized x, as a lane multiplies them."""
+    PAIRS: tl.constexpr = s.operands // 2
     at = tl.arange(0, s.lanes * 2)
     quad = chunk * s.lanes + at // 2
-    first, second = (), ()
-    for i in tl.static_range(4):
-        words = x + (quad * 2 + at % 2) + i * s.quads * 2
-        words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
-        both = tl.load(words, mask=quad < s.quads, other=0)
-        one, other = tl.split(tl.reshape(both, [1, s.lanes // 32, 32, 2]))
-        first, second = first + (one,), second + (other,)
-    return first, second
+    operands = ()
+    for p in tl.static_range(PAIRS):
+        first, second = (), ()
+        for i in tl.static_range(4):
+            words = x + (quad * 2 + at % 2) + (p * 4 + i) * s.quads * 2
+            words = tl.max_contiguous(tl.multiple_of(words, 16), 2)
+            both = tl.load(words, mask=quad < s.quads, other=0)
+            one, other = tl.split(tl.reshape(both, [1, s.lanes // 32, 32, 2]))
+            first, second = first + (one,), second + (other,)
+        operands = operands + (first, second)
+    return operands
 
 
 @jit
 def _load_in_order(x, chunk, s):
-    """Load the first and second operands of a chunk of quantized x, as `quantize` returns them."""
-    OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
+    """Load the operands of a chunk of quantized x, as `quantize` returns them."""
+    OPERANDS: tl.constexpr = s.operands
     at = tl.arange(0, s.lanes * 4)
     quad = chunk * s.lanes + at // 4
-    words = x + (quad * (4 * OPERANDS) + at % 4)
-    first = tl.load(tl.max_contiguous(tl.multiple_of(words, 32), 4), mask=quad < s.quads, other=0)
-    second = first
-    if OPERANDS == 2:
-        words = tl.max_contiguous(tl.multiple_of(words + 4, 32), 4)
-        second = tl.load(words, mask=quad < s.quads, other=0)
-    return first, second
+    operands = ()
+    for n in tl.static_range(OPERANDS):
+        words = x + (quad * (4 * OPERANDS) + at % 4) + 4 * n
+        words = tl.max_contiguous(tl.multiple_of(words, 32), 4)
+        operands = operands + (tl.load(words, mask=quad < s.quads, other=0),)
+    return operands
 
 
 @jit
 def load_quantized(x, units, chunk, s):
     """Load a chunk of a `QuantizedX` for `prepare_quantized`."""
-    if s.in_pairs:
-        first, second = _load_pairs(x, chunk, s)
-    else:
-        first, second = _load_in_order(x, chunk, s)
+    operands = _load_pairs(x, chunk, s) if s.in_pairs else _load_in_order(x, chunk, s)
     quad = chunk * s.lanes + tl.arange(0, s.lanes)
     unit = tl.load(units + quad, mask=quad < s.quads, other=0.0)
     sums = ()
@@ -244,18 +249,18 @@ def load_quantized(x, units, chunk, s):
         if s.order != "int8":
             sum_x = tl.load(units + i * s.quads + quad, mask=quad < s.quads, other=0.0)
         sums = sums + (sum_x,)
-    return first, second, unit, sums
+    return operands, unit, sums
 
 
 @jit
 def prepare_quantized(loaded, s):
     """Order what `load_quantized` returns as `multiply_chunk` takes it."""
-    first, second, unit, sums = loaded
+    operands, unit, sums = loaded
     if s.in_pairs:
         unit, sums = _split_units(unit, sums, s)
-        return first, second, unit, sums
+        return operands, unit, sums
     else:
-        return _split_operands(first, second, unit, sums, s)
+        return _split_operands(operands, unit, sums, s)
 
 
 @jit
@@ -288,6 +293,6 @@ def weighted_operands(operands, factor, s):
         return fields
     else:
         sums = ()
-        for i in tl.static_range(len(operands[3])):
-            sums = sums + (operands[3][i] * factor,)
-        return operands[0], operands[1], operands[2] * factor, sums
+        for i in tl.static_range(len(operands[2])):
+            sums = sums + (operands[2][i] * factor,)
+        return operands[0], operands[1] * factor, sums

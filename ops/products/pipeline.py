@@ -188,7 +188,14 @@ def _load_chunk(weights, experts, row, chunk, s):
     codes = tl.load(tl.max_contiguous(tl.multiple_of(weights.codes + words, 16), 4))
     at = tl.arange(0, COUNT)
     expert, rows, quad = _locate(at, experts, row, chunk, 1, s)
-    return codes, load_scales(weights, expert, rows, quad, s)
+    scales = load_scales(weights, expert, rows, quad, s)
+    if s.kind == "hqq3":  # two words of third bits
+        at = tl.arange(0, COUNT * 2)
+        expert, rows, quad = _locate(at // 2, experts, row, chunk, 2, s)
+        words = (expert * s.out + rows) * (s.each * 2) + quad * 2 + at % 2
+        third = tl.load(tl.max_contiguous(tl.multiple_of(weights.high + words, 8), 2))
+        scales = scales + (third,)
+    return codes, scales
 
 
 @jit

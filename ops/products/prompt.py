@@ -157,7 +157,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
     """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
     BK: tl.constexpr = s.tile.numbers
-    x, y, weights, third, pairs, columns, bias = tensors
+    x, y, weights, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
     present = rows < end
@@ -178,7 +178,7 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         x_tile = (x, x_rows, present, unit)
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
+            numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
             if s.step_scaled:
                 fetched = load_scales(weights, weight_rows, start + BK, s)
             sums = _multiply_fields(sums, numbers, x_tile, s)
@@ -192,11 +192,11 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 # some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
-def _grouped(x, y, group_ends, weights, third, pairs, columns, bias, s: tl.constexpr):
+def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     expert, first, end = _find_rows(tile, group_ends, s)
     if first < end and block * s.block < s.results:
-        tensors = (x, y, weights, third, pairs, columns, bias)
+        tensors = (x, y, weights, pairs, columns, bias)
         if s.tile.tail < s.tile.rows:
             if end - first <= s.tile.tail:
                 _compute_tile(tensors, expert, first, end, block, s.tile.tail, s)
@@ -293,8 +293,8 @@ def grouped_gemm(
         check_shapes(bias=(bias, (E, out)))
     if columns is not None:
         check_shapes(columns=(columns, (results,)))
-    tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, third, pairs, columns, bias
+    tensors, bits, group = prompt_operands(parts, kind, bits, group)
+    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind)

@@ -30,7 +30,7 @@ TILE = PromptTile(1, 16, 512, 4)
 
 # Grid [out / BN, in / BK].
 @jit
-def _unpack(weights, third, y, s: tl.constexpr):
+def _unpack(weights, y, s: tl.constexpr):
     FIELDS: tl.constexpr = s.fields
     DTYPE: tl.constexpr = y.dtype.element_ty
     n = tl.program_id(0) * s.tile.outputs + tl.arange(0, s.tile.outputs)[:, None]
@@ -40,7 +40,7 @@ def _unpack(weights, third, y, s: tl.constexpr):
     if s.step_scaled:
         fetched = load_scales(weights, row, start, s)
     at = (row, row // s.group, unit)
-    numbers = load_numbers(weights, third, fetched, at, inside, start, s, DTYPE)
+    numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
     if s.row_scaled:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
@@ -61,10 +61,10 @@ def unpack_dense(
     """
     out = parts["codes"].shape[1]
     y = torch.empty(out, width, dtype=dtype, device=parts["codes"].device)
-    tensors, third, bits, group = prompt_operands(parts, kind, bits, group)
+    tensors, bits, group = prompt_operands(parts, kind, bits, group)
     s = PromptSettings(out, width, 1, kind, bits, group, TILE)
     grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
-    launch(_unpack, grid, tensors, third, y, settings=s, warps=TILE.warps)
+    launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
     return y
 
 

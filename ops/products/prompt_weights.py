@@ -1,4 +1,4 @@
-"""How a prompt's product decodes packed weights: settings, scales, third bits, fields.
+"""How a prompt's product decodes packed weights: settings, scales, bits above, fields.
 
 For `_grouped` (ops/products/prompt.py). Letters: E experts. A tile has BN outputs; a step covers BK
 numbers along `in`.
@@ -16,12 +16,13 @@ from ops.products.units import (
     decode_hqq,
     e2m1_factor,
     first_byte,
+    hqq_offset,
     pair_factors,
     scale_and_min,
     second_byte,
     to_fp32,
 )
-from ops.products.weights import BITS, GGUF, WeightTensors, kernel_tensors
+from ops.products.weights import BITS, GGUF, HALF_QUADRATIC, WeightTensors, kernel_tensors
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,14 @@ class PromptSettings:
         return self.kind in GGUF
 
     @property
+    def half_quadratic(self) -> bool:
+        """Whether it is hqq4, hqq3, hqq2 or uint4."""
+        return self.kind in HALF_QUADRATIC
+
+    @property
     def bits_above(self) -> int:
         """Bits of a code in a plane of their own."""
-        return {"q5_k": 1, "q6_k": 2}.get(self.kind, 1 if self.bits == 3 else 0)
+        return {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(self.kind, 0)
 
     @property
     def row_scaled(self) -> bool:
@@ -116,19 +122,18 @@ def grouped_run(width: int, bits: int) -> int:
 
 def prompt_operands(
     parts: dict[str, Tensor], kind: str, bits: int, group: int
-) -> tuple[WeightTensors, Tensor | None, int, int]:
-    """Return the tensors of a packed weight, its third bits, bits and group, for kernels.
+) -> tuple[WeightTensors, int, int]:
+    """Return the tensors of a packed weight, its bits and group, for kernels.
 
     Codes and bits above them are units of 16 bits there.
     """
-    tensors, third = kernel_tensors(parts, kind), parts.get("third")
+    tensors = kernel_tensors(parts, kind)
     if kind in GGUF:
         bits, group = BITS[kind], 32
     if bits < 16:
         high = None if tensors.high is None else tensors.high.view(torch.int16)
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
-        third = third if third is None else third.view(torch.int16)
-    return tensors, third, bits, group
+    return tensors, bits, group
 
 
 # Kernels' helpers ---------------------------------------------------------------------------------
@@ -162,17 +167,17 @@ def load_above(plane, rows, start, s: tl.constexpr):
     # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
     # that multiply what they loaded, but moves nothing that depends on a position.
     UNITS: tl.constexpr = s.width // s.fields
-    SHARING: tl.constexpr = 2 if s.kind == "hqq" else 4 // s.bits_above
+    SHARING: tl.constexpr = 2 if s.half_quadratic else 4 // s.bits_above
     SHIFT: tl.constexpr = 8 // SHARING
     unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
     place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
     word, inside = unit // 2 % SHARING, unit < UNITS
     bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
-    if s.kind == "hqq":
+    if s.half_quadratic:
         bits = bits << 2
     for m in tl.static_range(1, SHARING):
         own = tl.load(plane + place, mask=(word == m) & inside, other=0)
-        bits |= own >> (SHIFT * m - 2 if s.kind == "hqq" else SHIFT * m)
+        bits |= own >> (SHIFT * m - 2 if s.half_quadratic else SHIFT * m)
     return bits
 
 
@@ -212,14 +217,14 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             scale = e2m1_factor(scale.to(tl.int32), DTYPE)
         elif s.kind == "int4" and scale.dtype != tl.bfloat16:
             scale = scale.to(tl.float32)  # or Triton would round products to fp16
-        elif s.kind == "hqq":
+        elif s.half_quadratic:
             scale, zero = scale.to(tl.float32), zero.to(tl.float32)
             if weights.scale_step is not None:
                 step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
                 scale = scale * step + low
                 step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
                 zero = zero * step + low
-            offset = _expand((zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale, COUNT)
+            offset = _expand(hqq_offset(scale, zero, DTYPE), COUNT)
         elif s.kind == "q4_k" or s.kind == "q5_k":
             scale, least = scale_and_min(scale, zero)
             offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
@@ -244,7 +249,7 @@ def block_factor(scale, rows, unit, start, s: tl.constexpr):
 
 
 @jit
-def load_numbers(weights, third, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
     """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
 
     fetched: their result of `load_scales`. at: rows of the weight [BN, 1] and of its blocks'
@@ -254,8 +259,7 @@ def load_numbers(weights, third, fetched, at, inside, start, s: tl.constexpr, DT
     units = tl.load(weights.codes + rows * (s.width // s.fields) + unit, mask=inside)
     above = units
     if s.bits_above > 0:
-        plane = third if s.kind == "hqq" else weights.high
-        above = load_above(plane, rows, start, s)
+        above = load_above(weights.high, rows, start, s)
     factor, offset = 0.0, 0.0
     if s.kind == "fp8b":
         factor = block_factor(weights.scale, scale_rows, unit, start, s)
@@ -275,7 +279,7 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
     """Return a field of packed units as weights, without what `finish` multiplies."""
     KIND: tl.constexpr = s.kind
     units, above, factor, offset = numbers
-    if KIND == "hqq":
+    if s.half_quadratic:
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
     elif s.gguf:

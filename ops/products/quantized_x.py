@@ -13,7 +13,7 @@ from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import load_x, quantize
 from ops.products.weights import BITS, Codes, Weight
 
-LONG_X = 512  # quads: one token's longer x in 4 bits is quantized by a kernel of its own
+LONG_X = 16384  # numbers: one token's longer x is quantized by a kernel of its own, for few bits
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class QuantizedX:
 
     operands: int64, four numbers each, as of `operands.quantize`; `Weight.order` names their order.
     int4 [T, 4, quads, 2]: a pair is both operands of a word of codes, so that a lane needs none of
-    another lane's. int8 [T, quads, 4], mxfp4 and nvfp4 [T, quads, 8]: a quad's first operands, then
-    its second ones. In pairs their gate and up product takes more registers, or is slower
-    (docs/log/small_experts.md).
-    units: fp32 [T, 2 or 3, quads]: the value of a quad's 1, and the sums of `operands.quantize`.
+    another lane's. hqq2 [T, 8, quads, 2]: it has four operands of a word. int8 [T, quads, 4], mxfp4
+    and nvfp4 [T, quads, 8]: a quad's first operands, then its second ones. In pairs their gate and
+    up product takes more registers, or is slower (docs/log/small_experts.md).
+    units: fp32 [T, 2, 3 or 5, quads]: the value of a quad's 1, and the sums of `operands.quantize`.
     """
 
     operands: Tensor
@@ -51,22 +51,22 @@ def store_quads(values, x, units, s: tl.constexpr):
     values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
     """
     QUADS: tl.constexpr = s.quads
-    OPERANDS: tl.constexpr = 1 if s.order == "int8" else 2
-    first, second, unit, sums = quantize(values, s.order, 14)
+    OPERANDS: tl.constexpr = s.operands
+    operands, unit, sums = quantize(values, 14, s)
     quad = tl.program_id(0) * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = tl.arange(0, 4)[None, :]
-    if s.order == "int4":
-        words = x + (word * QUADS + quad) * 2
-        tl.store(words, first, mask=quad < QUADS)
-        tl.store(words + 1, second, mask=quad < QUADS)
-    else:
-        words = x + (quad * (4 * OPERANDS) + word)
-        tl.store(words, first, mask=quad < QUADS)
-        if OPERANDS == 2:
-            tl.store(words + 4, second, mask=quad < QUADS)
+    for n in tl.static_range(OPERANDS):
+        if s.in_pairs:
+            words = x + ((n // 2 * 4 + word) * QUADS + quad) * 2 + n % 2
+        else:
+            words = x + (quad * (4 * OPERANDS) + word) + 4 * n
+        tl.store(words, operands[n], mask=quad < QUADS)
     tl.store(units + quad, unit, mask=quad < QUADS)
-    for i in tl.static_range(len(sums)):
-        tl.store(units + (1 + i) * QUADS + quad, sums[i], mask=quad < QUADS)
+    if s.word_scaled:
+        tl.store(units + (1 + word) * QUADS + quad, sums[0], mask=quad < QUADS)
+    else:
+        for i in tl.static_range(len(sums)):
+            tl.store(units + (1 + i) * QUADS + quad, sums[i], mask=quad < QUADS)
 
 
 # Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.
@@ -88,7 +88,9 @@ def empty_quantized(
     T: int, quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
 ) -> QuantizedX:
     """Return a `QuantizedX` of T tokens of `quads` quads for a `Weight`, to be filled."""
-    shape = (T, 4, quads, 2) if weight.order == "int4" else (T, quads, weight.fields)
+    shape = (T, quads, weight.fields)
+    if weight.in_pairs:
+        shape = (T, weight.fields // 2, quads, 2)
     operands = torch.empty(shape, dtype=torch.int64, device=device)
     units = torch.empty(T, weight.units, quads, dtype=torch.float32, device=device)
     return QuantizedX(operands, units, dtype)
@@ -113,9 +115,11 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
 
     It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
     of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). More tokens have more programs: from
-    three on it pays (docs/log/speculation.md).
+    three on it pays (docs/log/speculation.md). If words have scales, each number of x is a load.
     """
-    return BITS[weight.kind] == 4 and (tokens > 2 or quads > LONG_X)
+    if BITS[weight.kind] > 4:
+        return False
+    return weight.word_scaled or tokens > 2 or quads * 4 * weight.fields > LONG_X
 
 
 def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ops.gpu import Gpu
 from ops.launch import triton
-from ops.products.weights import GGUF, Weight
+from ops.products.weights import GGUF, TWO_BITS, Weight
 
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
@@ -92,6 +92,10 @@ DEFAULTS = {
     ("nvfp4", 2): Default(2, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
+    # Not measured. x takes twice the registers of hqq's. Two rows would be as many numbers as pairs
+    # of x in a load, so that Triton gives lanes others' scales.
+    **{(kind, 1): Default(4, 64, 2, waste=3, chunks=1) for kind in TWO_BITS},
+    **{(kind, 2): Default(4, 64, 1, waste=3, chunks=1) for kind in TWO_BITS},
     ("q8_0", 1): Default(4, 128, 6, waste=7, chunks=3),
     ("q8_0", 2): Default(2, 128, 3, waste=3),
     # Not measured: as the kind whose x has the same order, and about as many scales.

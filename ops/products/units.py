@@ -28,6 +28,12 @@ def second_byte(pair):
 
 
 @jit
+def byte_of_four(word, K: tl.constexpr):
+    """Convert unsigned byte K of int32 to fp32."""
+    return (word >> 8 * K & 0xFF).to(tl.float32)
+
+
+@jit
 def scale_and_min(pair, step):
     """Return scale and min of q4_k or q5_k, fp32.
 
@@ -204,14 +210,20 @@ def iq4(units, K: tl.constexpr):
 def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Convert field K of units to DTYPE, without its scale.
 
-    Codes of int4, hqq and q4_k are minus 8, those of q5_k and q6_k minus 16 and 32.
+    Codes of int4, hqq and q4_k are minus 8, those of q5_k and q6_k minus 16 and 32. Numbers of hqq2
+    and hqq3 have their scale and zero.
 
     factor: of each unit of mxfp4 and nvfp4, by `e2m1_factor`; for q5_k and q6_k what is above each
-    unit, as of `with_bits_above`. `finish` multiplies the sums of products by what these numbers
-    lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
+    unit, as of `with_bits_above`; for hqq2 and hqq3 scale, scale times zero (`hqq_offset`) and
+    what is above each unit, as of `decode_hqq`. `finish` multiplies the sums of products by what
+    these numbers lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
     """
     if KIND == "bf16":
         return units
+    elif KIND == "hqq2" or KIND == "hqq3":
+        scale, offset, thirds = factor
+        code = decode_hqq(units, thirds, K, 3 if KIND == "hqq3" else 2, DTYPE)
+        return (code * scale - offset).to(DTYPE)
     elif tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         if KIND == "mxfp4" or KIND == "nvfp4":
             return e2m1(units, factor, K)
@@ -332,3 +344,9 @@ def decode_hqq(units, thirds, K: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
         return (units >> 2 * K & 3 | thirds >> K // 4 * 8 + K % 4 & 4).to(tl.float32)
     else:
         return (units >> BITS * K & 2**BITS - 1).to(tl.float32)
+
+
+@jit
+def hqq_offset(scale, zero, DTYPE: tl.constexpr):
+    """Return what is subtracted from a number of `decode_hqq` times its scale."""
+    return (zero + (128.0 if tl.bfloat16 == DTYPE else 0.0)) * scale

@@ -1,8 +1,9 @@
-"""Products of words: integers of x times codes of 8 and of 4 bits, for one token's kernels.
+"""Products of words: integers of x times codes of 8, 4 and 2 bits, for one token's kernels.
 
-A word is int32: four bytes, or eight codes of 4 bits. x: four int16 in an int64. No code becomes a
-floating-point number. NVIDIA's GPUs multiply two bytes by two int16 in one instruction (dp2a), and
-look up four bytes in one (prmt). Other GPUs, and Triton's interpreter, take the other branches.
+A word is int32: four bytes, eight codes of 4 bits, or sixteen of 2 bits. x: four int16 in an
+int64. No code becomes a floating-point number. NVIDIA's GPUs multiply two bytes by two int16 in one
+instruction (dp2a), and look up four bytes in one (prmt). Other GPUs, and Triton's interpreter, take
+the other branches.
 """
 
 from ops.launch import jit, tl
@@ -71,6 +72,34 @@ def dot_five_bits(word, high, x_even, x_odd, total, M: tl.constexpr):
     even = word & 0x0F0F0F0F | _shift(high, 4 - 2 * M) & 0x10101010
     odd = word >> 4 & 0x0F0F0F0F | _shift(high, 3 - 2 * M) & 0x10101010
     return dot_bytes(odd, x_odd, dot_bytes(even, x_even, total, False), False)
+
+
+@jit
+def dot_two_bits(word, x, low, high):
+    """Add one word's dot products to `low` and `high`: 2 bits, 0 to 3.
+
+    x: four operands. low: over fields 0 and 1 of each byte, high: 16 times that over 2 and 3.
+    """
+    odd = word >> 2
+    low = dot_bytes(word & 0x03030303, x[0], low, False)
+    high = dot_bytes(word & 0x30303030, x[2], high, False)
+    low = dot_bytes(odd & 0x03030303, x[1], low, False)
+    return low, dot_bytes(odd & 0x30303030, x[3], high, False)
+
+
+@jit
+def dot_three_bits(word, third, x, low, high, M: tl.constexpr):
+    """Do what `dot_two_bits` does, with a third bit above each field: hqq3 codes, 0 to 7.
+
+    third: the third bits of the words M = 0 and M = 1; that of field K of a byte is bit 4 M + K.
+    """
+    odd = word >> 2
+    first = word & 0x03030303 | _shift(third, 2 - 4 * M) & 0x04040404
+    second = odd & 0x03030303 | _shift(third, 1 - 4 * M) & 0x04040404
+    low = dot_bytes(second, x[1], dot_bytes(first, x[0], low, False), False)
+    first = word & 0x30303030 | _shift(third, 4 - 4 * M) & 0x40404040
+    second = odd & 0x30303030 | _shift(third, 3 - 4 * M) & 0x40404040
+    return low, dot_bytes(second, x[3], dot_bytes(first, x[2], high, False), False)
 
 
 @jit
