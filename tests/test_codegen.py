@@ -91,7 +91,7 @@ def test_packed_weights_are_not_unpacked_to_memory(arch, mode):
     # the outputs of w13 and w2
     assert experts["largest_buffer"] <= args.n_active * max(2 * args.intermediate, args.dim)
     assert linear["largest_buffer"] <= 4 * args.n_head * args.head_dim
-    # Integer products where they pay: 8 bits in Mixtral's shapes. The kernel of few bits has its own.
+    # Integer products where they pay: 8 bits in Mixtral's shapes. Fewer bits have a kernel.
     integer = mode == "int8" and arch == "Mixtral-8x7B"
     assert bool(experts["integer_products"]) == bool(linear["integer_products"]) == integer
 
