@@ -136,8 +136,7 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":
         high = tensors.high
-        if high is not None:  # hqq3: that of a quad is one number
-            high = high.view(torch.int64 if weight.kind == "hqq3" else torch.int16)
+        high = None if high is None else high.view(torch.int16)
         return tensors._replace(codes=codes, high=high)
     return WeightTensors(codes, tensors.scale.reshape(-1).view(torch.int16))
 

@@ -124,9 +124,9 @@ class FewSettings(Codes):
 
     @property
     def units_above(self) -> int:
-        """Units of the bits above the codes of an expert's weight; hqq3: quads."""
+        """Units of the bits above the codes of an expert's weight."""
         if self.kind == "hqq3":
-            return self.out * (self.words // 4)
+            return self.out * self.words
         return self.out * 2 * self.words // max(self.sharing, 1)
 
 
@@ -191,7 +191,13 @@ def _load_step(weights, row, step, s: tl.constexpr):
             tile = tile + (tl.load(weights.zero + group),)
             tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
     if s.kind == "hqq3":
-        tile = tile + (tl.load(weights.high + (rows * (s.words // 4) + word // 4)),)
+        # Select the word by the mask of a load: Triton 3.6 moves loads to the lanes that multiply
+        # what they loaded, but moves nothing that depends on a position.
+        rows, word = _rows_and_words(at // UNITS, row, step, s)
+        odd = at // 2 % 2 == 1
+        thirds = weights.high + (rows * s.words + (word + at % UNITS // 4 * 2) + at % 2)
+        tile = tile + (tl.load(thirds, mask=at // 2 % 2 == 0, other=0),)
+        tile = tile + (tl.load(thirds, mask=odd, other=0),)
     return tile
 
 
@@ -266,21 +272,17 @@ def _of_words(lanes, s: tl.constexpr):
 @jit
 def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return scale, offset, and the third bits if there are some, of each unit of a step."""
+    # Spread before arithmetic: Triton 3.6 then moves the loads, not their results.
     if s.word_scaled:
-        scale = _of_words(tile[1], s) * _of_units(tile[2], s) + _of_units(tile[3], s)
-        zero = _of_words(tile[4], s) * _of_units(tile[5], s) + _of_units(tile[6], s)
-        return scale, hqq_offset(scale, zero, DTYPE), 0
+        scale, zero = _of_words(tile[1], s), _of_words(tile[4], s)
     else:
-        scale = tile[1].to(tl.float32) * tile[2] + tile[3]
-        zero = tile[4].to(tl.float32) * tile[5] + tile[6]
-        offset = _of_units(hqq_offset(scale, zero, DTYPE), s)
-        thirds = tile[1]
-        if s.kind == "hqq3":
-            unit = tl.arange(0, s.rows * s.warps * 32)
-            shift = (unit // 4 % 2 * 32 + unit % 2 * 16).to(tl.int64)
-            thirds = (_of_units(tile[7], s) >> shift).to(tl.int16)
-            thirds = tl.where(unit // 2 % 2 == 1, thirds >> 2, thirds << 2)
-        return _of_units(scale, s), offset, thirds
+        scale, zero = _of_units(tile[1], s).to(tl.float32), _of_units(tile[4], s).to(tl.float32)
+    scale = scale * _of_units(tile[2], s) + _of_units(tile[3], s)
+    zero = zero * _of_units(tile[5], s) + _of_units(tile[6], s)
+    thirds = 0
+    if s.kind == "hqq3":
+        thirds = tile[7] << 2 | tile[8] >> 2
+    return scale, hqq_offset(scale, zero, DTYPE), thirds
 
 
 @jit
