@@ -214,9 +214,9 @@ def decode(units, factor, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
     and hqq3 have their scale and zero.
 
     factor: of each unit of mxfp4 and nvfp4, by `e2m1_factor`; for q5_k and q6_k what is above each
-    unit, as of `with_bits_above`; for hqq2 and hqq3 scale, scale times zero (`hqq_offset`) and
-    what is above each unit, as of `decode_hqq`. `finish` multiplies the sums of products by what
-    these numbers lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
+    unit, as of `with_bits_above`; for hqq2 and hqq3 the scale, `hqq_offset` and third bits of each
+    unit, as of `decode_hqq`. `finish` multiplies the sums of products by the factor that these
+    numbers lack: those of fp8 are 2 ** -8 as large, those of e2m1 in bf16 2 ** -32.
     """
     if KIND == "bf16":
         return units
