@@ -19,8 +19,11 @@ FOUR_BITS = "int4", "mxfp4", "nvfp4", "hqq", *GGUF[1:]
 TWO_BITS = "hqq2", "hqq3"  # hqq3's third bits are in `high`
 HALF_QUADRATIC = "hqq", *TWO_BITS
 # Bits of a code in `codes`, by kind
-BITS = {"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "q8_0": 8, **dict.fromkeys(FOUR_BITS, 4)}
-BITS |= dict.fromkeys(TWO_BITS, 2)
+BITS = {
+    **{"bf16": 16, "int8": 8, "fp8": 8, "fp8b": 8, "q8_0": 8},
+    **dict.fromkeys(FOUR_BITS, 4),
+    **dict.fromkeys(TWO_BITS, 2),
+}
 INTEGERS = "int8", "q8_0", *FOUR_BITS, *TWO_BITS  # kinds of codes that are multiplied as integers
 # The kind whose integers of x are in the same order (`operands.quantize`), if it is another one
 ORDERS = {
@@ -32,8 +35,11 @@ ORDERS = {
 # Numbers of a quad of a `QuantizedX`, beside its operands: the value of 1, and a sum of x, or two.
 UNITS = {"nvfp4": 3}
 # The smallest groups of packed kinds: whole quads have one scale; int8 and fp8 have one a row.
-SMALLEST_GROUPS = {"int8": 4, "fp8": 4, "fp8b": 16, **dict.fromkeys(("q8_0", *FOUR_BITS), 32)}
-SMALLEST_GROUPS |= dict.fromkeys(TWO_BITS, 64)
+SMALLEST_GROUPS = {
+    **{"int8": 4, "fp8": 4, "fp8b": 16},
+    **dict.fromkeys(("q8_0", *FOUR_BITS), 32),
+    **dict.fromkeys(TWO_BITS, 64),
+}
 WORD_GROUP = 16  # hqq2: each word has a scale, too
 # The parts of kinds that have not the first fields of `WeightTensors`
 LAYOUTS = {
