@@ -90,7 +90,7 @@ def test_kernels_are_described(monkeypatch):
     assert describe("GLM-4.5-Air", "bf16", hopper) == "fused (6 of 6 layers)"  # the first is dense
     assert describe("Qwen3-30B-A3B", "int4", old) == "Inductor (compute capability 7.5)"
     assert describe("Qwen3-30B-A3B", "int4", OTHER_MAKER) == "Inductor (not an NVIDIA GPU)"
-    assert describe("Mixtral-8x7B", "hqq4-hqq2", hopper) == "fused (5 of 5 layers)"
+    assert describe("Mixtral-8x7B", "hqq4-hqq2", hopper) == "fused (6 of 6 layers)"
     lfm2 = on_meta("LFM2-24B-A2B", "int4")
     assert choose_runner(lfm2, "auto") is FusedRunner
     lfm2.kernels_ran = False  # as a family's class says until a GPU has run its kernels
