@@ -310,10 +310,10 @@ def router_errors(layer: Layer) -> dict[str, float]:
         case.A,
         case.norm_topk,
         case.scale,
-        score_bias if case.sigmoid or case.softmax else None,
-        case.softmax,
-        case.shared,
-        case.gated,
+        score_bias=score_bias if case.sigmoid or case.softmax else None,
+        softmax=case.softmax,
+        shared=case.shared,
+        gated=case.gated,
     )
     before = NormRouter(norm.weight, 1e-5, router, routing, bias)
     settings = dict(rows=1 + case.seed % 2 * 3)
