@@ -31,7 +31,7 @@ FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 REASONING_KEYS = "reasoning_content", "reasoning", "thinking"
 # Markers of reasoning blocks that templates remove from an assistant's earlier messages.
 REASONING_MARKERS = ("<think>", "</think>"), ("<|channel>", "<channel|>")
-ASKS_FOR_NONE = re.compile(r"""content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+ASKS_FOR_NONE = re.compile(r"""(?<!\w)content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
 class CallArguments(dict):
@@ -89,7 +89,7 @@ class ChatTemplate:
     def environment(self) -> jinja2.Environment:
         """Return jinja2's sandbox with the names that transformers defines: a template is a
         program from a download."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
@@ -119,8 +119,13 @@ class ChatTemplate:
             raise ValueError(f"chat template: {one_line(error)}") from None
 
     def message(self, fields: dict) -> dict:
-        """Return a message as the template expects it, marked."""
-        marked = self.mark({key: fields[key] for key in fields if key != "tool_calls"})
+        """Return a message as the template expects it, marked.
+
+        written_calls: for a template that has no calls, their text, between markers that stay
+        control tokens. It follows the content.
+        """
+        own = "tool_calls", "written_calls"
+        marked = self.mark({key: fields[key] for key in fields if key not in own})
         if calls := fields.get("tool_calls"):
             marked["tool_calls"] = self.mark([with_arguments(call) for call in calls])
             if marked.get("content") == "" and ASKS_FOR_NONE.search(self.source):
@@ -132,6 +137,9 @@ class ChatTemplate:
         if "content" in fields and marked["content"] is not None:
             # The template itself removes reasoning, so it has to find the markers.
             marked["content"] = self.mark(fields["content"], self.control_of_answers)
+        if written := fields.get("written_calls"):
+            begin, text, end = written
+            marked["content"] = f"{marked.get('content') or ''}{begin}{self.mark(text)}{end}"
         if reasoning := next((marked[key] for key in REASONING_KEYS if marked.get(key)), None):
             known = [key for key in REASONING_KEYS if key in self.source]
             marked |= dict.fromkeys(known, reasoning)
@@ -184,6 +192,17 @@ def with_arguments(call: dict) -> dict:
         return call
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return call | {"function": function | {"arguments": CallArguments(members, text)}}
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, in which lists may change: templates for llama.cpp keep queues in them.
+
+    The lists of messages and variables are copies, see `ChatTemplate.mark`.
+    """
+
+    def is_safe_attribute(self, obj, attr, value) -> bool:
+        may_change = isinstance(obj, list) and attr in ("append", "pop")
+        return may_change or super().is_safe_attribute(obj, attr, value)
 
 
 class _GenerationTag(Extension):

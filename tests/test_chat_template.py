@@ -1,6 +1,6 @@
 """Chat templates: named ones, earlier calls and reasoning, in the layouts of published templates.
 
-The templates are the tests' own; they follow the documented layouts of the published ones.
+The templates are the tests' own. Their structures are those of published ones (docs/server.md).
 """
 
 import json
@@ -210,6 +210,47 @@ def test_an_empty_content_beside_calls_is_none_where_the_template_asks_for_it(co
     assert render("{{ messages[0].content is none }}", USER | {"content": ""}) == "False"
 
 
+def test_a_question_about_the_reasoning_is_none_about_the_content():
+    """Qwen3's template asks whether the reasoning is none, then searches in the content."""
+    source = (
+        "{% for m in messages %}{% if m.reasoning_content is defined and "
+        "m.reasoning_content is not none %}{{ m.reasoning_content }}"
+        "{% elif '</think>' in m.content %}old{% endif %}"
+        "{{ m.content.lstrip() }}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    message = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert render(source, message) == "f"
+    assert render(source, message | {"reasoning_content": "so "}) == "so f"
+
+
+def test_a_template_may_keep_a_queue_in_a_list():
+    """Templates for llama.cpp queue the ids of Kimi's calls for their results."""
+    source = (
+        "{% set queue = namespace(ids=[]) %}{% for m in messages %}"
+        "{% for c in m.tool_calls or [] %}{% set _ = queue.ids.append(c.id ~ loop.index) %}"
+        "{% endfor %}{% if m.role == 'tool' %}[{{ queue.ids.pop(0) }}]{% endif %}{% endfor %}"
+    )
+    calls = {"role": "assistant", "content": "", "tool_calls": [call("{}"), call("{}")]}
+    result = {"role": "tool", "content": "x"}
+    assert render(source, calls, result, result) == "[c1][c2]"
+    messages = [dict(calls)]
+    for expression in ("messages.pop()", "messages[0].tool_calls.append(1)"):
+        ChatTemplate(f"{{{{ {expression} }}}}", {}, ()).render(messages, {})
+    assert messages == [calls] and calls["tool_calls"] == [call("{}")] * 2
+    with pytest.raises(ValueError, match="unsafe"):
+        render("{{ messages.clear() }}", USER)
+
+
+def test_the_markers_of_written_calls_are_control_tokens(tmp_path):
+    """A template that leaves calls out gets their text. What it spells is text."""
+    tokenizer = make_tokenizer(tmp_path, ("<|x|>", "<|y|>"), special=True, template=PLAIN)
+    answer = {"role": "assistant", "content": "<|x|>", "written_calls": ("<|x|>", "<|y|>", "<|y|>")}
+    for content in ("<|x|>", None):
+        ids = tokenizer.chat([answer | {"content": content}])
+        assert [ids.count(tokenizer.token_id(name)) for name in ("<|x|>", "<|y|>")] == [1, 1]
+        assert ids[-1] == tokenizer.token_id("<|y|>")
+
+
 # Reasoning ----------------------------------------------------------------------------------------
 
 
@@ -277,6 +318,11 @@ def test_reasoning_that_a_template_refuses_is_left_out(tmp_path):
     alone = both | {"content": ""}
     assert tokenizer.decode(chat_ids(tokenizer, [USER, alone], {})) == "[Hi][why]"
     assert tokenizer.decode(chat_ids(tokenizer, [USER, both], {})) == "[Hi][I call.]"
+    called = alone | {"tool_calls": [call("{}")]}
+    source = source.replace("m.content and m.thinking", "m.content and m.thinking and m.tool_calls")
+    (tmp_path / "chat_template.jinja").write_text(source)
+    messages = [called, both | {"tool_calls": [call("{}")]}]
+    assert tokenizer.decode(chat_ids(load_tokenizer(tmp_path), messages, {})) == "[why][I call.]"
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"^chat template: no$"):
         chat_ids(load_tokenizer(tmp_path), [USER, both], {})
