@@ -89,7 +89,7 @@ class ChatTemplate:
     def environment(self) -> jinja2.Environment:
         """Return jinja2's sandbox with the names that transformers defines: a template is a
         program from a download."""
-        environment = _Environment(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
@@ -105,20 +105,30 @@ class ChatTemplate:
         The text ends where the last message does if `continue_final_message` is a true variable.
         Raises ValueError if the template fails or rejects the messages.
         """
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
-        if continues := bool(variables.get("continue_final_message")):
-            variables = variables | {"add_generation_prompt": False}
+        given, asks_for_none = list(messages), bool(ASKS_FOR_NONE.search(self.source))
         try:
-            context = self.names | self.mark(defaults | variables)
-            messages = [self.message(fields) for fields in messages]
-            if continues:
-                mark_end(messages[-1])
-            text = self.program.render(context | {"messages": messages})
-            return text_until_end(text) if continues else text
+            try:
+                return self.fill(given, variables, asks_for_none)
+            except Exception:  # a template may ask in one place, and search the content in another
+                if not asks_for_none:
+                    raise
+                return self.fill(given, variables, empty_is_none=False)
         except Exception as error:  # the template is a program of the checkpoint's author
             raise ValueError(f"chat template: {one_line(error)}") from None
 
-    def message(self, fields: dict) -> dict:
+    def fill(self, messages: list[dict], variables: dict, empty_is_none: bool) -> str:
+        """Run the template. empty_is_none: an empty content beside calls is none."""
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        if continues := bool(variables.get("continue_final_message")):
+            variables = variables | {"add_generation_prompt": False}
+        context = self.names | self.mark(defaults | variables)
+        messages = [self.message(fields, empty_is_none) for fields in messages]
+        if continues:
+            mark_end(messages[-1])
+        text = self.program.render(context | {"messages": messages})
+        return text_until_end(text) if continues else text
+
+    def message(self, fields: dict, empty_is_none: bool) -> dict:
         """Return a message as the template expects it, marked.
 
         written_calls: for a template that has no calls, their text, between markers that stay
@@ -128,7 +138,7 @@ class ChatTemplate:
         marked = self.mark({key: fields[key] for key in fields if key not in own})
         if calls := fields.get("tool_calls"):
             marked["tool_calls"] = self.mark([with_arguments(call) for call in calls])
-            if marked.get("content") == "" and ASKS_FOR_NONE.search(self.source):
+            if empty_is_none and marked.get("content") == "":
                 marked["content"] = None  # DeepSeek renders calls only beside no content
         elif "tool_calls" in fields:
             marked["tool_calls"] = calls
@@ -192,17 +202,6 @@ def with_arguments(call: dict) -> dict:
         return call
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return call | {"function": function | {"arguments": CallArguments(members, text)}}
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, in which lists may change: templates for llama.cpp keep queues in them.
-
-    The lists of messages and variables are copies, see `ChatTemplate.mark`.
-    """
-
-    def is_safe_attribute(self, obj, attr, value) -> bool:
-        may_change = isinstance(obj, list) and attr in ("append", "pop")
-        return may_change or super().is_safe_attribute(obj, attr, value)
 
 
 class _GenerationTag(Extension):

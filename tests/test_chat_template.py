@@ -223,26 +223,20 @@ def test_a_question_about_the_reasoning_is_none_about_the_content():
     assert render(source, message | {"reasoning_content": "so "}) == "so f"
 
 
-def test_a_template_may_keep_a_queue_in_a_list():
-    """Templates for llama.cpp queue the ids of Kimi's calls for their results."""
+def test_an_empty_content_stays_where_none_would_fail():
+    """Ministral's template asks whether a content is none, and measures it elsewhere."""
     source = (
-        "{% set queue = namespace(ids=[]) %}{% for m in messages %}"
-        "{% for c in m.tool_calls or [] %}{% set _ = queue.ids.append(c.id ~ loop.index) %}"
-        "{% endfor %}{% if m.role == 'tool' %}[{{ queue.ids.pop(0) }}]{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% endif %}"
+        "{{ m.content | length }}{{ m.tool_calls[0].function.name }}{% endfor %}"
     )
-    calls = {"role": "assistant", "content": "", "tool_calls": [call("{}"), call("{}")]}
-    result = {"role": "tool", "content": "x"}
-    assert render(source, calls, result, result) == "[c1][c2]"
-    messages = [dict(calls)]
-    for expression in ("messages.pop()", "messages[0].tool_calls.append(1)"):
-        ChatTemplate(f"{{{{ {expression} }}}}", {}, ()).render(messages, {})
-    assert messages == [calls] and calls["tool_calls"] == [call("{}")] * 2
-    with pytest.raises(ValueError, match="unsafe"):
-        render("{{ messages.clear() }}", USER)
+    message = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert render(source, message) == "0f"
+    with pytest.raises(ValueError, match=r"^chat template: no$"):
+        render(source + "{{ raise_exception('no') }}", message)
 
 
 def test_the_markers_of_written_calls_are_control_tokens(tmp_path):
-    """A template that leaves calls out gets their text. What it spells is text."""
+    """A template that leaves calls out gets their text. Markers inside of it are text."""
     tokenizer = make_tokenizer(tmp_path, ("<|x|>", "<|y|>"), special=True, template=PLAIN)
     answer = {"role": "assistant", "content": "<|x|>", "written_calls": ("<|x|>", "<|y|>", "<|y|>")}
     for content in ("<|x|>", None):
