@@ -31,7 +31,7 @@ FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 REASONING_KEYS = "reasoning_content", "reasoning", "thinking"
 # Markers of reasoning blocks that templates remove from an assistant's earlier messages.
 REASONING_MARKERS = ("<think>", "</think>"), ("<|channel>", "<channel|>")
-ASKS_FOR_NONE = re.compile(r"""content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+ASKS_FOR_NONE = re.compile(r"""(?<!\w)content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
 class CallArguments(dict):
@@ -105,25 +105,40 @@ class ChatTemplate:
         The text ends where the last message does if `continue_final_message` is a true variable.
         Raises ValueError if the template fails or rejects the messages.
         """
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
-        if continues := bool(variables.get("continue_final_message")):
-            variables = variables | {"add_generation_prompt": False}
+        given, asks_for_none = list(messages), bool(ASKS_FOR_NONE.search(self.source))
         try:
-            context = self.names | self.mark(defaults | variables)
-            messages = [self.message(fields) for fields in messages]
-            if continues:
-                mark_end(messages[-1])
-            text = self.program.render(context | {"messages": messages})
-            return text_until_end(text) if continues else text
+            try:
+                return self.fill(given, variables, asks_for_none)
+            except Exception:  # a template may ask in one place, and search the content in another
+                if not asks_for_none:
+                    raise
+                return self.fill(given, variables, empty_is_none=False)
         except Exception as error:  # the template is a program of the checkpoint's author
             raise ValueError(f"chat template: {one_line(error)}") from None
 
-    def message(self, fields: dict) -> dict:
-        """Return a message as the template expects it, marked."""
-        marked = self.mark({key: fields[key] for key in fields if key != "tool_calls"})
+    def fill(self, messages: list[dict], variables: dict, empty_is_none: bool) -> str:
+        """Run the template. empty_is_none: an empty content beside calls is none."""
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        if continues := bool(variables.get("continue_final_message")):
+            variables = variables | {"add_generation_prompt": False}
+        context = self.names | self.mark(defaults | variables)
+        messages = [self.message(fields, empty_is_none) for fields in messages]
+        if continues:
+            mark_end(messages[-1])
+        text = self.program.render(context | {"messages": messages})
+        return text_until_end(text) if continues else text
+
+    def message(self, fields: dict, empty_is_none: bool) -> dict:
+        """Return a message as the template expects it, marked.
+
+        written_calls: for a template that has no calls, their text, between markers that stay
+        control tokens. It follows the content.
+        """
+        own = "tool_calls", "written_calls"
+        marked = self.mark({key: fields[key] for key in fields if key not in own})
         if calls := fields.get("tool_calls"):
             marked["tool_calls"] = self.mark([with_arguments(call) for call in calls])
-            if marked.get("content") == "" and ASKS_FOR_NONE.search(self.source):
+            if empty_is_none and marked.get("content") == "":
                 marked["content"] = None  # DeepSeek renders calls only beside no content
         elif "tool_calls" in fields:
             marked["tool_calls"] = calls
@@ -132,6 +147,9 @@ class ChatTemplate:
         if "content" in fields and marked["content"] is not None:
             # The template itself removes reasoning, so it has to find the markers.
             marked["content"] = self.mark(fields["content"], self.control_of_answers)
+        if written := fields.get("written_calls"):
+            begin, text, end = written
+            marked["content"] = f"{marked.get('content') or ''}{begin}{self.mark(text)}{end}"
         if reasoning := next((marked[key] for key in REASONING_KEYS if marked.get(key)), None):
             known = [key for key in REASONING_KEYS if key in self.source]
             marked |= dict.fromkeys(known, reasoning)

@@ -90,7 +90,8 @@ class TextSplitter(Splitter):
     """`<think>` blocks by their text.
 
     A block begins in the prompt or before any other text; markers after it are part of the answer.
-    White space around markers belongs to neither part.
+    A closing marker before any other text is an empty block (Laguna, GLM). White space around
+    markers belongs to neither part.
     """
 
     closing = f"\n{CLOSE}\n\n"  # closes a block that the prompt has opened
@@ -117,7 +118,9 @@ class TextSplitter(Splitter):
             start = self.held.lstrip()
             if start.startswith(OPEN):
                 self.kind, self.held = REASONING, start.removeprefix(OPEN)
-            elif OPEN.startswith(start):
+            elif start.startswith(CLOSE):
+                self.kind, self.held = ANSWER, start.removeprefix(CLOSE)
+            elif OPEN.startswith(start) or CLOSE.startswith(start):
                 return
             else:
                 self.kind, self.begun = ANSWER, True  # with its own white space
@@ -167,7 +170,7 @@ class ThinkSplitter(TextSplitter):
     def split(self, token: int, text: str) -> Iterator[tuple[str, str]]:
         if token == self.open and self.kind is None:
             self.kind, self.held = REASONING, ""
-        elif token == self.close and self.kind == REASONING:
+        elif token == self.close and self.kind != ANSWER:
             yield from self.emit(text.removesuffix(CLOSE))  # U+FFFD of an incomplete character
             self.kind, self.begun = ANSWER, False
         elif self.kind is None and not (self.held + text).strip():

@@ -7,7 +7,7 @@ bits, and applies the mask on the device.
 import json
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from runtime.logit_edits import ALL, mask_words
 from runtime.reasoning import ANSWER, make_splitter
 from tokenizer import Tokenizer
-from tool_calls.arguments import Schema, find_pointer
-from tool_calls.parser import ArgumentTags
+from tool_calls.arguments import find_pointer
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -127,7 +126,7 @@ class _Vocabulary:
 class Constraint:
     """Follows one sequence through a grammar.
 
-    grammar: from `json_object`, `json_schema`, `regex`, `lark` or `forced_call` below. started:
+    grammar: from `json_object`, `json_schema`, `regex`, `lark` or `forced_calls`. started:
     False allows every token until `start`, for models that reason before they answer. Raises
     ValueError, one line, if the grammar is invalid or exceeds LIMITS.
     """
@@ -256,8 +255,8 @@ def answer_or_calls(
     answer: its grammar. openers: markers of which one begins the calls. tokens: markers that may be
     control tokens in them.
     """
-    begin = " | ".join(_marker(tokenizer, opener) for opener in openers)
-    control = [symbol for name in tokens if (symbol := _marker(tokenizer, name))[0] == "<"]
+    begin = " | ".join(marker(tokenizer, opener) for opener in openers)
+    control = [symbol for name in tokens if (symbol := marker(tokenizer, name))[0] == "<"]
     rest = " | ".join(["TEXT", *control])
     # No space before a call: it would be a way into one, and out of the answer.
     calls = f"start: @answer | ({begin}) ({rest})*\nTEXT: /(.|\\n)+/\n"
@@ -265,106 +264,7 @@ def answer_or_calls(
     return json.dumps({"grammars": [{"lark_grammar": calls}, {"name": "answer", **grammar}]})
 
 
-def forced_call(
-    tokenizer: Tokenizer,
-    tools: Sequence[tuple[str, dict | None]],
-    markers: tuple[str, str] | ArgumentTags,
-    name: str | None,
-    strict: Collection[str] = (),
-) -> str:
-    """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
-
-    tools: (name, schema of the arguments or None). markers: the texts between a name and its
-    arguments, and after these; or the tags of arguments that are no JSON object. name: of the
-    function; None: the answer chooses it. strict: names of tools whose schema is refused, rather
-    than relaxed, if it is not supported and the tool is forced by name. Markers that are control
-    tokens become their ids. Raises ValueError.
-    """
-    tags = markers if isinstance(markers, ArgumentTags) else None
-    texts = (tags.after_name, tags.end) if tags else markers
-    between, end = (_marker(tokenizer, text, is_lenient=bool(tags)) for text in texts)
-    rules, calls = [], []
-    for number, (tool, schema) in enumerate(tools):
-        if name in (None, tool):
-            is_strict = name is not None and tool in strict
-            if tags:
-                rules.append(
-                    _tagged_arguments(tokenizer, schema or OBJECT, tags, number, is_strict)
-                )
-            else:
-                schema_text = json.dumps(_arguments_schema(schema or OBJECT, number, is_strict))
-                rules.append(f"arguments{number}: %json {schema_text}\n")
-            begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
-            space = "" if tags else '" "?'
-            calls.append(f"({begin} {space} arguments{number} {end})")
-    if not calls:
-        raise ValueError("tool_choice needs a tool, but tools is empty; give one")
-    grammar = f"start: {' | '.join(calls)}\n{''.join(rules)}"
-    _check_size(grammar, "the tools' schemas are")
-    return json.dumps({"grammars": [{"lark_grammar": grammar}]})
-
-
-def _tagged_arguments(
-    tokenizer, schema: dict, tags: ArgumentTags, number: int, strict: bool
-) -> str:
-    """Return the rules of arguments in the order of their schema. Raises FieldError if `strict`.
-
-    `argumentsN_I` are the arguments from the I-th on after none, `furtherN_I` after another one.
-    """
-    root, rules = Schema(schema), []
-    found = {key: value for part in root.parts() for key, value in _properties(part)}
-    required = {key for part in root.parts() for key in _listed(part, "required")}
-    for index, (key, value) in enumerate(found.items()):
-        one, rest = f"argument{number}_{index}", f"further{number}_{index + 1}"
-        between, separator = (_marker(tokenizer, t) for t in (tags.between, tags.separator))
-        begin = _marker(tokenizer, tags.before, is_lenient=True)
-        head = f"{begin} {json.dumps(key, ensure_ascii=False)} {between}"
-        rules.append(f"{one}: {head} value{number}_{index}")
-        rules.append(_tagged_value(tokenizer, value, root, tags, (number, index), strict))
-        skip = [] if key in required else [f"arguments{number}_{index + 1}"]
-        rules.append(f"arguments{number}_{index}: {' | '.join([f'{one} {rest}', *skip])}")
-        skip = [] if key in required else [rest]
-        rules.append(f"further{number}_{index}: {' | '.join([f'{separator} {one} {rest}', *skip])}")
-    rules += [f'{name}{number}_{len(found)}: ""' for name in ("arguments", "further")]
-    return "\n".join([f"arguments{number}: arguments{number}_0", *rules, ""])
-
-
-def _tagged_value(
-    tokenizer, schema: Any, root: Schema, tags: ArgumentTags, place: tuple[int, int], strict: bool
-) -> str:
-    """Return the rule of a value and of the text after it.
-
-    place: the tool's number, and the argument's in it.
-    """
-    rule, after = "value{}_{}".format(*place), _marker(tokenizer, tags.after, is_lenient=True)
-    if tags.is_text and Schema(schema, root.root).accepts("", exact=False):
-        listed = _listed(schema, "enum")
-        if listed and all(isinstance(text, str) for text in listed):
-            options = " | ".join(json.dumps(text, ensure_ascii=False) for text in listed)
-            return f"{rule}: ({options}) {after}"
-        end = tags.after.strip("\n")
-        if _marker(tokenizer, end).startswith("<"):  # a control token
-            return f"{rule}: /(.|\\n)*/ {after}"
-        rest = _marker(tokenizer, tags.after.removeprefix("\n")[len(end) :], is_lenient=True)
-        text = f"text{rule}[suffix={json.dumps(end)}]: /(.|\\n)*/"
-        return f"{rule}: text{rule} {rest}\n{text}"
-    named = {key: root.root[key] for key in ("$defs", "definitions") if key in root.root}
-    schema = {**named, **schema} if isinstance(schema, dict) else schema
-    schema = _arguments_schema(schema, place[0], strict, other={})
-    return f"{rule}: json{rule} {after}\njson{rule}: %json {json.dumps(schema)}"
-
-
-def _properties(schema: dict) -> Any:
-    found = schema.get("properties")
-    return found.items() if isinstance(found, dict) else ()
-
-
-def _listed(schema: Any, keyword: str) -> list:
-    found = schema.get(keyword) if isinstance(schema, dict) else None
-    return found if isinstance(found, list) else []
-
-
-def _arguments_schema(schema: Any, number: int, strict: bool, other: dict | None = None) -> dict:
+def arguments_schema(schema: Any, number: int, strict: bool, other: dict | None = None) -> dict:
     """Return the schema of a tool's arguments, or `other` (any object) if it is not supported.
 
     Raises FieldError instead if `strict`.
@@ -392,14 +292,14 @@ def _schema_error(schema: str) -> str:
 OBJECT = {"type": "object"}
 
 
-def _marker(tokenizer, text: str, is_lenient: bool = False) -> str:
+def marker(tokenizer, text: str, is_lenient: bool = False) -> str:
     """Return a marker as Lark: texts, and control tokens by id.
 
     is_lenient: new lines may be missing.
     """
     if is_lenient:
         parts = re.split("(\n)", text)
-        return " ".join('"\\n"?' if part == "\n" else _marker(tokenizer, part) for part in parts)
+        return " ".join('"\\n"?' if part == "\n" else marker(tokenizer, part) for part in parts)
     symbols = []
     for part in filter(None, CONTROL_NAME.split(text)):
         id = tokenizer.token_id(part)
@@ -413,7 +313,7 @@ def _checked_schema(schema: dict | bool, strict: bool) -> dict:
         raise ValueError('a JSON schema must be an object; give one such as {"type": "object"}')
     _check_depth(schema)
     schema = dict(schema) if isinstance(schema, dict) else ({} if schema else {"not": {}})
-    _check_size(json.dumps(schema), "the schema is")
+    check_size(json.dumps(schema), "the schema is")
     if not strict and _schema_error(json.dumps(schema)):
         schema = _relaxed(schema, schema)
     schema["x-guidance"] = {
@@ -450,7 +350,7 @@ def _is_pattern(text: Any) -> bool:
     return isinstance(text, str) and not _schema_error(json.dumps(schema))
 
 
-def _check_size(text: str, subject: str) -> None:
+def check_size(text: str, subject: str) -> None:
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise ValueError(f"{subject} over {MAX_GRAMMAR_BYTES >> 10} KiB; shorten it")
 
@@ -471,7 +371,7 @@ def _check_depth(value) -> None:
 
 
 def _check_text(text: str) -> None:
-    _check_size(text, "the grammar is")
+    check_size(text, "the grammar is")
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

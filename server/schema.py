@@ -14,9 +14,9 @@ from pydantic import (
 from runtime.reasoning import ANSWER, REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from server.calls import CallSettings
-from server.constraints import forced_call
 from server.errors import FIELD_MESSAGES, whole_to_int
 from server.fill_in import fill_in_prompt
+from server.forced_calls import forced_call
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
 from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
@@ -200,7 +200,7 @@ def template_messages(messages: list[Message], tokenizer: Tokenizer) -> list[dic
             if message.name:
                 fields["name"] = message.name
         found.append(fields)
-    return template_calls(found, find_format(tokenizer) or GENERIC)
+    return template_calls(found, find_format(tokenizer) or GENERIC, tokenizer)
 
 
 class GenerationBody(StructuredFields, OtherServersFields):
@@ -414,7 +414,7 @@ class ChatCompletionBody(GenerationBody):
             effort = REASONING_EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
             variables = {"reasoning_effort": effort} | variables
             if self.reasoning_effort == "none":
-                variables = {"enable_thinking": False} | variables
+                variables = {"enable_thinking": False, "thinking": False} | variables
         return variables
 
     def template_tools(self) -> list[dict]:

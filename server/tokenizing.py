@@ -218,9 +218,10 @@ def answer_requests(tokenizer: Tokenizer) -> None:
 def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> list[int]:
     """Return the ids of a conversation.
 
-    Where the template refuses them, it gets no earlier reasoning, then no system message.
+    Where the template refuses them, it gets no reasoning beside text and calls, then none at all,
+    then no system message.
     """
-    changes = iter((without_reasoning, merge_system))
+    changes = iter((without_reasoning_of_calls, without_reasoning, merge_system))
     while True:
         try:
             return tokenizer.chat(messages, **variables)
@@ -231,15 +232,24 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> lis
             messages = changed
 
 
-def without_reasoning(messages: list[dict]) -> list[dict] | None:
-    """Return the messages without reasoning; None if they have none.
+def without_reasoning_of_calls(messages: list[dict]) -> list[dict] | None:
+    """Return the messages without reasoning beside a content and calls, which gpt-oss refuses."""
+    return without_reasoning(messages, ("content", "tool_calls"))
 
-    gpt-oss's template refuses it beside a content and calls.
+
+def without_reasoning(messages: list[dict], beside: tuple[str, ...] = ()) -> list[dict] | None:
+    """Return the messages without reasoning, where they also have what `beside` names.
+
+    Return None if none has.
     """
     name = "reasoning_content"
-    if not any(name in message for message in messages):
+    found = [all(message.get(key) for key in (name, *beside)) for message in messages]
+    if not any(found):
         return None
-    return [{k: v for k, v in message.items() if k != name} for message in messages]
+    return [
+        {k: v for k, v in message.items() if k != name} if drops else message
+        for message, drops in zip(messages, found, strict=True)
+    ]
 
 
 def merge_system(messages: list[dict]) -> list[dict] | None:

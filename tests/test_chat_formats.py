@@ -1,7 +1,7 @@
-"""The chat formats of the newer families: prompts, stop ids, reasoning and calls, one row a family.
+"""The chat formats of the newer families: prompts, stop ids, reasoning and calls, one row a format.
 
-The templates are the tests' own. They have the markers of the published ones, as far as these are
-documented: docs/server.md says which were not seen.
+The templates are the tests' own. They write calls as the published ones do; docs/server.md lists
+which of these were run, and which were not found.
 """
 
 import json
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from test_reasoning import make_tokenizer
+from test_tools_beside_schemas import accepts
 
 from runtime.text import TextSettings, TextStream
 from server.answers import AnswerReader, join_pieces
@@ -35,6 +36,12 @@ MINIMAX_CALL = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rom</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
 )
+GLM_LINE_CALL = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom</arg_value>"
+    "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+)
+GRANITE_CALL = '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]'
+MIXTRAL_CALL = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]'
 LFM_CALL = "<|tool_call_start|>[weather(city='Rom', days=3)]<|tool_call_end|>"
 KIMI_CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
@@ -60,6 +67,12 @@ GLM = """<tool_call>{{ c.function.name }}
 <arg_value>{{ value }}</arg_value>
 {% endfor %}
 </tool_call>"""
+GLM_LINE = """<tool_call>{{ c.function.name }}
+{%- for key, value in c.function.arguments | items %}
+{#- #}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>
+{%- endfor %}</tool_call>"""
+MIXTRAL = """[TOOL_CALLS] [{"name": "{{ c.function.name }}", "arguments": {#- #}
+{{- " " }}{{ c.function.arguments | tojson }}}]"""
 MINIMAX = """<minimax:tool_call>
 <invoke name="{{ c.function.name }}">
 {% for key, value in c.function.arguments | items %}
@@ -82,7 +95,8 @@ class Chat(NamedTuple):
 
     role: the beginning of a message. end: the token that ends an answer. ends: ids of
     generation_config.json beside it. markers: further tokens. opened: the end of a prompt.
-    call: an earlier call in its template's words. calls: the same, as the model writes it.
+    call: an earlier call in its template's words; "": the template leaves calls out; None: it knows
+    no tools. calls: the same, as the model writes it. tools: the text before the tools.
     """
 
     role: str
@@ -93,6 +107,7 @@ class Chat(NamedTuple):
     opened: str = ""
     ends: tuple[str, ...] = ()
     reasons: bool = True
+    tools: str = ""
 
 
 CHATML = "<|im_start|>{}\n"
@@ -100,6 +115,29 @@ CHATS = {
     "nemotron_h": Chat(CHATML, IM[1], IM + THINK, CODER, CODER_CALL, "<think>\n", ("</s>",)),
     "laguna": Chat("<{}>\n", "</assistant>", THINK, GLM, GLM_CALL, "<think>", ("<eos>",)),
     "lfm2_moe": Chat(CHATML, IM[1], IM + THINK, LFM, LFM_CALL),
+    "lfm2_moe, before 2.5": Chat(
+        CHATML,
+        IM[1],
+        (*IM, "<|tool_list_start|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        "",
+        LFM_CALL,
+        reasons=False,
+        tools="<|tool_list_start|>",
+    ),
+    "granitemoe": Chat(
+        "<|start_of_role|>{}<|end_of_role|>",
+        "<|end_of_text|>",
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        "",
+        GRANITE_CALL,
+        reasons=False,
+        tools="Answer <|tool_call|> and a list of calls.",
+    ),
+    "glm4_moe_lite": Chat(
+        "<|{}|>", "<|user|>", ("<|assistant|>", *THINK), GLM_LINE, GLM_LINE_CALL, "<think>"
+    ),
+    "laguna, S": Chat("<{}>\n", "</assistant>", THINK, GLM_LINE, GLM_LINE_CALL, "<think>"),
+    "mixtral": Chat("[{}]", "</s>", ("[TOOL_CALLS]",), MIXTRAL, MIXTRAL_CALL, reasons=False),
     "mellum": Chat(CHATML, IM[1], IM + THINK, HERMES, HERMES_CALL),
     "granitemoehybrid": Chat(
         "<|start_of_role|>{}<|end_of_role|>",
@@ -147,7 +185,8 @@ def template(chat: Chat) -> str:
     """Return a chat template with the markers of a family."""
     begin, _, after = chat.role.partition("{}")
     calls = f"{{% for c in m.tool_calls or [] %}}{chat.call}{{% endfor %}}" if chat.call else ""
-    tools = "{% if tools %}{{ tools | tojson }}{% endif %}" if chat.call else ""
+    knows_tools = chat.call is not None
+    tools = f"{{% if tools %}}{chat.tools}{{{{ tools | tojson }}}}{{% endif %}}" * knows_tools
     closing = "{# </think> #}" if chat.reasons else ""
     return (
         f"{closing}{tools}{{% for m in messages %}}{begin}{{{{ m.role }}}}{after}"
@@ -257,6 +296,17 @@ def test_a_forced_call_follows_a_closed_block(chat, tokenizer):
         assert rest != chat.calls
         _, _, (call,), _ = read(tokenizer, request, rest + chat.end)
         assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+        assert accepts(tokenizer, request.generations[0].grammar, rest)
+
+
+@pytest.mark.parametrize("effort", ("none", "high"))
+def test_no_effort_is_no_thinking(tmp_path, effort):
+    """DeepSeek's and Kimi's templates name the switch `thinking`, Qwen's `enable_thinking`."""
+    make_tokenizer(tmp_path, template="{{ enable_thinking }}|{{ thinking }}")
+    tokenizer = load_tokenizer(tmp_path)
+    body = ChatCompletionBody(messages=[USER], reasoning_effort=effort)
+    (ids,), _ = body.encode(tokenizer)
+    assert tokenizer.decode(ids) == ("False|False" if effort == "none" else "|")
 
 
 @pytest.mark.parametrize("chat", [CHATS["kimi_linear"]])

@@ -1,6 +1,6 @@
 """Chat templates: named ones, earlier calls and reasoning, in the layouts of published templates.
 
-The templates are the tests' own; they follow the documented layouts of the published ones.
+The templates are the tests' own. Their structures are those of published ones (docs/server.md).
 """
 
 import json
@@ -210,6 +210,41 @@ def test_an_empty_content_beside_calls_is_none_where_the_template_asks_for_it(co
     assert render("{{ messages[0].content is none }}", USER | {"content": ""}) == "False"
 
 
+def test_a_question_about_the_reasoning_is_none_about_the_content():
+    """Qwen3's template asks whether the reasoning is none, then searches in the content."""
+    source = (
+        "{% for m in messages %}{% if m.reasoning_content is defined and "
+        "m.reasoning_content is not none %}{{ m.reasoning_content }}"
+        "{% elif '</think>' in m.content %}old{% endif %}"
+        "{{ m.content.lstrip() }}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    message = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert render(source, message) == "f"
+    assert render(source, message | {"reasoning_content": "so "}) == "so f"
+
+
+def test_an_empty_content_stays_where_none_would_fail():
+    """Ministral's template asks whether a content is none, and measures it elsewhere."""
+    source = (
+        "{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% endif %}"
+        "{{ m.content | length }}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    message = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert render(source, message) == "0f"
+    with pytest.raises(ValueError, match=r"^chat template: no$"):
+        render(source + "{{ raise_exception('no') }}", message)
+
+
+def test_the_markers_of_written_calls_are_control_tokens(tmp_path):
+    """A template that leaves calls out gets their text. Markers inside of it are text."""
+    tokenizer = make_tokenizer(tmp_path, ("<|x|>", "<|y|>"), special=True, template=PLAIN)
+    answer = {"role": "assistant", "content": "<|x|>", "written_calls": ("<|x|>", "<|y|>", "<|y|>")}
+    for content in ("<|x|>", None):
+        ids = tokenizer.chat([answer | {"content": content}])
+        assert [ids.count(tokenizer.token_id(name)) for name in ("<|x|>", "<|y|>")] == [1, 1]
+        assert ids[-1] == tokenizer.token_id("<|y|>")
+
+
 # Reasoning ----------------------------------------------------------------------------------------
 
 
@@ -277,6 +312,11 @@ def test_reasoning_that_a_template_refuses_is_left_out(tmp_path):
     alone = both | {"content": ""}
     assert tokenizer.decode(chat_ids(tokenizer, [USER, alone], {})) == "[Hi][why]"
     assert tokenizer.decode(chat_ids(tokenizer, [USER, both], {})) == "[Hi][I call.]"
+    called = alone | {"tool_calls": [call("{}")]}
+    source = source.replace("m.content and m.thinking", "m.content and m.thinking and m.tool_calls")
+    (tmp_path / "chat_template.jinja").write_text(source)
+    messages = [called, both | {"tool_calls": [call("{}")]}]
+    assert tokenizer.decode(chat_ids(load_tokenizer(tmp_path), messages, {})) == "[why][I call.]"
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"^chat template: no$"):
         chat_ids(load_tokenizer(tmp_path), [USER, both], {})

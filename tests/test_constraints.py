@@ -15,8 +15,9 @@ from test_reasoning import make_tokenizer
 from runtime.logit_edits import mask_logits, mask_words
 from server import constraints
 from server.constraints import AnswerConstraint, Constraint, GrammarTokens
+from server.forced_calls import forced_call
 from tokenizer import load_tokenizer
-from tool_calls.formats import FORMATS, CallPiece
+from tool_calls.formats import FORMATS, CallPiece, PythonicParser
 
 STRING, INTEGER = {"type": "string", "maxLength": 8}, {"type": "integer"}
 
@@ -120,7 +121,7 @@ def test_regex_and_lark_and_tool_calls(tokens):
     tools = [("add", SCHEMAS[8]), ("stop", None)]
     markers = '", "arguments":', "}\n</tool_call>"
     for name in ("add", None):
-        grammar = constraints.forced_call(tokens.tokenizer, tools, markers, name)
+        grammar = forced_call(tokens.tokenizer, tools, markers, name)
         text = walk(Constraint(tokens, grammar), random.Random(1)).removesuffix("\n</tool_call>")
         call = json.loads('{"name": "' + ('add", "arguments":' if name else "") + text)
         assert call["name"] == "add" or (not name and call["name"] == "stop")
@@ -145,7 +146,7 @@ PLACE = {
 def test_forced_calls_without_json_have_arguments_of_their_schema(tokens, format, name):
     tools = [("weather", PLACE), ("now", None)]
     tags, prefix = format.argument_tags(), format.prefix(name, tokens.tokenizer)
-    grammar = constraints.forced_call(tokens.tokenizer, tools, tags, name)
+    grammar = forced_call(tokens.tokenizer, tools, tags, name)
     names = set()
     for seed in range(3):
         text = prefix + walk(Constraint(tokens, grammar), random.Random(seed))
@@ -163,7 +164,7 @@ def test_texts_of_forced_calls_are_free_up_to_their_end(tokens, format):
     """Texts have no quotes between tags; arguments come in their schema's order."""
     tags, texts = format.argument_tags(), {"city": {"type": "string"}, "note": {}}
     schema = PLACE | {"properties": texts | PLACE["properties"], "required": ["city", "days"]}
-    grammar = constraints.forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
+    grammar = forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
 
     def accepts(**arguments) -> bool:
         written = []
@@ -171,20 +172,69 @@ def test_texts_of_forced_calls_are_free_up_to_their_end(tokens, format):
             is_text = tags.is_text and isinstance(value, str)
             value = value if is_text else json.dumps(value)
             written.append(f"{tags.before}{key}{tags.between}{value}{tags.after}")
-        text = tags.separator.join(written) + tags.end
-        constraint = Constraint(tokens, grammar)
-        try:
-            for id in tokens.tokenizer.encode(text, bos=False):
-                constraint.advance(id)
-        except ValueError:
-            return False
-        return constraint.may_end
+        return follows(tokens, grammar, tags.separator.join(written) + tags.end)
 
     assert accepts(city='a "b" </x>\n', days=3)
     assert accepts(city="", note="n", unit="F", days=1, place={"x": True})
     assert not accepts(city="Rom") and not accepts(days=3) and not accepts(days=3, city="Rom")
     assert not accepts(city="Rom", days=2) and not accepts(city="Rom", unit="K", days=1)
     assert not accepts(city="Rom", days=3, place={"x": 5}) and not accepts(city="R", days=3, z=1)
+
+
+def follows(tokens, grammar: str, text: str) -> bool:
+    """Whether a text follows a grammar as a whole."""
+    constraint = Constraint(tokens, grammar)
+    try:
+        for id in tokens.tokenizer.encode(text, bos=False):
+            constraint.advance(id)
+    except ValueError:
+        return False
+    return constraint.may_end
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.argument_tags()])
+def test_values_of_forced_calls_may_be_pythons(tokens, format):
+    """Templates of Qwen3-Coder and LFM2 write values so."""
+    optional = {"anyOf": [{"type": "boolean"}, {"type": "null"}]}
+    kinds = {"a": {"type": "boolean"}, "b": optional, "c": {"type": "integer"}}
+    tags, schema = format.argument_tags(), {"type": "object", "properties": kinds}
+    grammar = forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
+
+    def accepts(key: str, value: str) -> bool:
+        text = f"{tags.before}{key}{tags.between}{value}{tags.after}{tags.end}"
+        return follows(tokens, grammar, text)
+
+    booleans = {"True", "False", "true", "false"}
+    right = {"a": booleans, "b": booleans | {"None", "null"}, "c": {"5"}}
+    for key, values in right.items():
+        assert {value for value in right["b"] | right["c"] if accepts(key, value)} == values
+
+
+@pytest.mark.parametrize(
+    ("value", "is_right"),
+    (
+        ("'Rom'", True),
+        ('"Rom"', True),
+        ("'It's \"x\", \\'y\\', {1}\n'", True),
+        ("''", True),
+        ("Rom", False),
+        ("'Rom", False),
+        ("5", False),
+    ),
+)
+def test_texts_of_forced_python_calls_have_any_quotes(tokens, value, is_right):
+    text, unit = {"type": "string"}, {"enum": ["C", "F"]}
+    schema = {"type": "object", "properties": {"city": text, "unit": unit}, "required": ["unit"]}
+    tags = PythonicParser.argument_tags()
+    grammar = forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
+    call = f"city={value}, unit='F'{tags.end}"
+    assert follows(tokens, grammar, call) == is_right
+    assert not follows(tokens, grammar, call.replace("'F'", "'K'"))
+    if is_right:
+        parser = PythonicParser({"f": schema}, str, False)
+        pieces = parser.push(f"{PythonicParser.prefix('f', tokens.tokenizer)}{call}")
+        found = json.loads("".join(p.arguments for p in pieces + parser.flush(is_cut=False)))
+        assert found == {"city": value[1:-1].replace("\\'", "'"), "unit": "F"}
 
 
 def test_mask_equals_trying_each_token(tmp_path):
@@ -211,7 +261,7 @@ def test_mask_equals_trying_each_token(tmp_path):
 def test_control_token_markers_and_a_late_start(tmp_path):
     tokens = byte_level(tmp_path)
     markers = "<|call|>", ""
-    grammar = constraints.forced_call(tokens.tokenizer, [("tr", None)], markers, None)
+    grammar = forced_call(tokens.tokenizer, [("tr", None)], markers, None)
     constraint = Constraint(tokens, grammar, started=False)
     constraint.advance(5)
     assert len(allowed(constraint)) == 32 * mask_words(tokens.vocab_size)
@@ -284,7 +334,7 @@ def nested(depth: int) -> dict:
         lambda: constraints.json_schema([]),
         lambda: constraints.regex("(" * 100_000),
         lambda: constraints.lark("start: missing"),
-        lambda: constraints.forced_call(None, [], ("", ""), None),
+        lambda: forced_call(None, [], ("", ""), None),
     ],
 )
 def test_hostile_grammars_are_refused_quickly(tokens, make):
@@ -318,23 +368,21 @@ def test_unsupported_parts_of_a_schema_are_ignored_unless_it_is_strict(tokens, s
     assert "{" not in str(caught.value)
     tools = [("stop", None), ("mail", schema)]
     for name, strict in (("mail", ()), (None, {"mail"}), ("stop", {"mail"})):
-        grammar = constraints.forced_call(tokens.tokenizer, tools, ("", ""), name, strict)
+        grammar = forced_call(tokens.tokenizer, tools, ("", ""), name, strict)
         Constraint(tokens, grammar)
     with pytest.raises(constraints.FieldError, match="not supported") as refused:
-        constraints.forced_call(tokens.tokenizer, tools, ("", ""), "mail", {"mail"})
+        forced_call(tokens.tokenizer, tools, ("", ""), "mail", {"mail"})
     assert refused.value.param == "tools[1].function.parameters"
     assert "start:" not in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_tool_with_an_invalid_schema_takes_any_object(tokens):
     for schema in ({"type": "nonsense"}, {"properties": 5}, nested(100)):
-        grammar = constraints.forced_call(tokens.tokenizer, [("f", schema)], ("", ""), "f")
+        grammar = forced_call(tokens.tokenizer, [("f", schema)], ("", ""), "f")
         text = walk(Constraint(tokens, grammar), random.Random(0))
         assert isinstance(json.loads(text), dict)
         for tags in filter(None, (format.argument_tags() for format in FORMATS)):
-            Constraint(
-                tokens, constraints.forced_call(tokens.tokenizer, [("f", schema)], tags, "f")
-            )
+            Constraint(tokens, forced_call(tokens.tokenizer, [("f", schema)], tags, "f"))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,16 @@ def test_a_template_may_open_the_block(thinker, end):
     assert parts(result) == ("so ", "Yes ." if special else "Yes <think>.")
 
 
+@pytest.mark.parametrize("prompt", ("why?", "why?<|end|><think></think>"))
+def test_a_closing_marker_alone_is_an_empty_block(thinker, prompt):
+    """Laguna's and GLM's templates write it before an answer without reasoning."""
+    result, _ = ask(thinker, prompt, f"\n</think>\nYes </think>.{EOS}")
+    id = thinker.token_id("</think>")
+    special = id is not None and not thinker.token_bytes(id)
+    assert parts(result) == ("", "Yes ." if special else "Yes </think>.")
+    assert parts(ask(thinker, prompt, f"</b>{EOS}")[0]) == ("", "</b>")
+
+
 @pytest.mark.parametrize("prompt", ("why?", "why?<|end|><think></think>", "a <think> b<|end|>"))
 def test_an_answer_without_a_block(thinker, prompt):
     result, _ = ask(thinker, prompt, f" \nYes < no.{EOS}")

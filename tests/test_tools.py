@@ -16,6 +16,7 @@ from tool_calls.formats import (
     CallPiece,
     GemmaParser,
     GlmParser,
+    GraniteParser,
     HarmonyParser,
     HermesParser,
     KimiParser,
@@ -132,6 +133,7 @@ CASES = (
     (MistralParser, f'Let me see.[TOOL_CALLS] {MISTRAL}{{"name": "now", "arguments": {{}}}}]'),
     (MistralParser, f"Let me see.{MISTRAL_NEW}[TOOL_CALLS]now[ARGS]{{}}"),
     (MistralParser, f"Let me see.[TOOL_CALLS]weather{json.dumps(CITY)}[TOOL_CALLS]now{{}}"),
+    (GraniteParser, f'Let me see.<|tool_call|>{MISTRAL}{{"name": "now", "arguments": {{}}}}]'),
     (GemmaParser, f"Let me see.{GEMMA}{GEMMA_NOW}"),
     (MiniMaxParser, f"Let me see.\n\n{MINIMAX}{MINIMAX_NOW}"),
     (KimiParser, f"Let me see.{KIMI}{KIMI_NOW}"),
@@ -203,6 +205,7 @@ LOOKALIKES = (
     (GlmParser, "<tool_call> begins a call <tool_call>no such thing"),
     (MistralParser, "[TOOL_CALLS] is a marker, [TOOL_CALLS"),
     (MistralParser, '[TOOL_CALLS] [1, 2] and {"name": 3}'),
+    (GraniteParser, "<|tool_call|> begins calls, <|tool_call|>[1], <|tool_"),
     (GemmaParser, "<|tool_call> calls, <|tool_call>call:me{maybe"),
     (MiniMaxParser, '<minimax:tool_call> is a tag, <invoke name= too, <invoke name="a b">'),
     (KimiParser, "<|tool_call_begin|> begins a call, <|tool_call_begin|>functions.now:1, <|tool_"),
@@ -214,6 +217,29 @@ LOOKALIKES = (
 def test_text_that_only_looks_like_a_call_is_text(format, answer):
     for seed in range(8):
         assert parse(format, cut(answer, seed)) == (answer, "", [])
+
+
+@pytest.mark.parametrize("text", ("Rom\n", "\nRom\n", " Rom", ""))
+@pytest.mark.parametrize(
+    ("format", "begin", "end"),
+    (
+        (QwenCoderParser, "<function=weather>\n<parameter=city>\n", "\n</parameter>\n</function>"),
+        (
+            MiniMaxParser,
+            '<invoke name="weather">\n<parameter name="city">',
+            "</parameter>\n</invoke>",
+        ),
+        (
+            GlmParser,
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>",
+            "</arg_value></tool_call>",
+        ),
+    ),
+)
+def test_a_value_between_tags_keeps_its_white_space(format, begin, end, text):
+    for seed in range(3):
+        _, _, ((name, arguments),) = parse(format, cut(begin + text + end, seed), is_cut=False)
+        assert (name, json.loads(arguments)) == ("weather", {"city": text})
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])

@@ -21,16 +21,16 @@ from tool_calls.parser import (
     MARK,
     MAX_HEAD,
     NAME,
-    ArgumentTags,
+    Call,
     CallParser,
     CallPiece,
     Piece,
     Reader,
     TextPiece,
-    ValueReader,
     beginnings,
 )
 from tool_calls.pythonic import PythonicParser
+from tool_calls.tagged import GlmParser, MiniMaxParser, QwenCoderParser
 
 __all__ = [
     "FORMATS",
@@ -40,6 +40,7 @@ __all__ = [
     "CallPiece",
     "GemmaParser",
     "GlmParser",
+    "GraniteParser",
     "HarmonyParser",
     "HermesParser",
     "KimiParser",
@@ -51,14 +52,13 @@ __all__ = [
     "TextPiece",
     "find_format",
 ]
-MAX_TAGS = 400  # characters of the tags that end a value
 LETTERS = string.ascii_letters + string.digits
 
 
 class HermesParser(CallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    in_template = "<tool_call>"
+    in_template = ("<tool_call>",)
     tokens = ("<tool_call>", "</tool_call>")
     openers = ("<tool_call>",)
     closer = "</tool_call>"
@@ -75,257 +75,10 @@ class HermesParser(CallParser):
         return (yield from self.json_calls())
 
 
-class TaggedParser(CallParser):
-    """Calls whose arguments are texts between tags.
-
-    A value ends at its own end tag, if a tag of the call follows it: the value may be about tags.
-    If the end tag is missing, it ends at the next argument's tag, or at the end of the call.
-    """
-
-    value_end: ClassVar[str]
-    call_end: ClassVar[str]  # ends a value without an end tag
-
-    def value_stop(self) -> re.Pattern:
-        """Return the pattern of a value's end. Its group `key` is that of a next argument."""
-        raise NotImplementedError
-
-    def value(self, key: str) -> ValueReader:
-        """Read the value of a key; return None if the answer was cut inside of it."""
-        pattern, start, value_end = self.value_stop(), 0, self.marker(self.value_end)
-        given = {key, *self.arguments}
-
-        def ends_value(match: re.Match) -> bool:
-            """Whether the value ends here: a text may spell an argument that the function lacks."""
-            if (following := match["key"]) is None:
-                return True
-            following, at = following.strip("\"' "), match.start()
-            is_known = following in self.known or not self.known
-            return following not in given and (is_known or self.buffer[at - 1 : at] == "\n")
-
-        while True:
-            found = filter(ends_value, pattern.finditer(self.buffer, start))
-            if stop := next(found, None):
-                break
-            start = max(0, len(self.buffer) - MAX_TAGS)
-            if not (yield from self.more()):
-                break
-        region = self.buffer[: stop.start()] if stop else self.buffer
-        if stop and stop.end() > stop.start():  # the end tag
-            self.buffer = self.buffer[stop.end() :]
-            return region
-        value, tag, rest = region.rpartition(value_end)
-        if stop:
-            self.buffer = self.buffer[stop.start() :]
-            return value if tag else rest.rstrip()
-        if tag:
-            self.buffer = rest
-            return value
-        ends = [
-            at for end in (self.call_end, self.closer) if (at := region.find(self.marker(end))) >= 0
-        ]
-        end = min(ends, default=len(region))
-        self.buffer = region[end:]
-        return None if self.is_cut and not ends else region[:end].rstrip()
-
-
-class QwenCoderParser(TaggedParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
-
-    function, parameter: the beginnings of the tags of a call and of an argument.
-    """
-
-    in_template = "<function="
-    tokens = ("<tool_call>", "</tool_call>")
-    function: ClassVar[str] = "<function="
-    parameter: ClassVar[str] = "<parameter="
-    openers = ("<tool_call>", "<function=")  # some answers lack the first
-    closer = "</tool_call>"
-    value_end = "</parameter>"
-    call_end = "</function>"
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return "<tool_call>\n<function=" + (f"{name}>\n" if name else "")
-
-    @classmethod
-    def argument_tags(cls) -> ArgumentTags:
-        tags = "<parameter=", ">\n", "\n</parameter>\n"
-        return ArgumentTags(">\n", *tags, "</function>\n</tool_call>")
-
-    def value_stop(self) -> re.Pattern:
-        opener, closer = (re.escape(self.marker(name)) for name in self.tokens)
-        key, begin, end = rf"{self.parameter}[^>\n]{{1,200}}[>\n]", self.function, self.call_end
-        return re.compile(
-            rf"{self.value_end}(?=\s{{0,99}}(?:{end}|{key}|{closer}))"
-            rf"|(?={self.parameter}(?P<key>[^>\n]{{1,200}})[>\n])"
-            rf"|(?={end}\s{{0,99}}(?:{closer}|{opener}|{begin}))"
-            rf"|(?={closer}\s{{0,99}}(?:{opener}|{begin}))|(?={opener}\s{{0,99}}{begin})"
-        )
-
-    def call(self) -> Reader:
-        opener, closer = (self.marker(name) for name in self.tokens)
-        start = self.function if self.opener == opener else ""
-        if start and (yield from self.begins_with("{", "[")):
-            return (yield from self.json_calls())
-        # Some answers lack the bracket, or have quotes where the format has none.
-        head = rf"\s*{start}[\"']?({NAME})[\"']?(?:>|[ \t]*(?=\n))\s*"
-        follows = (self.parameter, self.call_end, closer, opener, self.function, "{")
-        whole = rf"{head}(?:{beginnings(*follows)})?"
-        match = yield from self.expect(
-            rf"{head}(?={'|'.join(map(re.escape, follows))})",
-            rf"\s*({beginnings(start) or '(?!)'}|{start}[\"']?(({NAME})[\"']?[ \t]*)?|{whole})?",
-        )
-        if not match and self.ended and re.fullmatch(whole, self.buffer):
-            match = re.match(head, self.buffer)
-        if not match:
-            return False
-        self.begin(match[1])
-        self.buffer = self.buffer[match.end() :]
-        if self.buffer.startswith("{"):
-            complete = yield from self.json_arguments()
-            yield from self.skip_closer(self.call_end)
-        elif complete := (yield from self.parameters()):
-            self.end_arguments()
-        if complete:
-            yield from self.skip_closer(closer)
-        return True
-
-    def ends(self) -> tuple[str, ...]:
-        return self.call_end, *super().ends()
-
-    def parameters(self) -> Reader:
-        """Read parameters up to the function's end; return False if the text ends inside of one."""
-        opener, closer = (self.marker(name) for name in self.tokens)
-        start = rf"\s*{self.parameter}([^>\n]+)(?:>|(?=\n))"
-        end = rf"\s*(?:{self.call_end}|(?={re.escape(closer)}))"
-        tags = beginnings(self.parameter, self.call_end, opener, closer)
-        while True:
-            match = yield from self.expect(
-                f"{start}|{end}", rf"\s*({self.parameter}[^>\n]*|{tags})?"
-            )
-            if not match:
-                return self.ends_cleanly()
-            self.buffer = self.buffer[match.end() :]
-            if not match[1]:
-                return True
-            key = match[1].strip("\"' ")
-            value = yield from self.value(key)
-            if value is None:
-                return False
-            self.add_argument(key, value.removeprefix("\n").removesuffix("\n"))
-
-
-class MiniMaxParser(QwenCoderParser):
-    """MiniMax-M2: `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
-
-    One pair of `<minimax:tool_call>` tags is around all calls of an answer.
-    """
-
-    in_template = "<minimax:tool_call>"
-    tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
-    function = "<invoke name="
-    parameter = "<parameter name="
-    openers = ("<minimax:tool_call>", "<invoke name=")
-    closer = "</minimax:tool_call>"
-    call_end = "</invoke>"
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return '<minimax:tool_call>\n<invoke name="' + (f'{name}">\n' if name else "")
-
-    @classmethod
-    def argument_tags(cls) -> ArgumentTags:
-        tags = '<parameter name="', '">', "</parameter>\n"
-        return ArgumentTags('">\n', *tags, "</invoke>\n</minimax:tool_call>")
-
-
-class GlmParser(TaggedParser):
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM."""
-
-    in_template = "<arg_key>"
-    tokens = (
-        "<tool_call>",
-        "</tool_call>",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-    )
-    openers = ("<tool_call>",)
-    closer = "</tool_call>"
-    value_end = "</arg_value>"
-    call_end = "</tool_call>"
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return "<tool_call>" + (name or "")
-
-    @classmethod
-    def argument_tags(cls) -> ArgumentTags:
-        tags = "\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"
-        return ArgumentTags("", *tags, "\n</tool_call>")
-
-    def value_stop(self) -> re.Pattern:
-        opener, closer, key, key_end, value, value_end = self.patterns()
-        return re.compile(
-            rf"{value_end}(?=\s{{0,99}}(?:{key}|{closer}|{opener}))"
-            rf"|(?={key}\s{{0,99}}(?P<key>[^<{MARK}]{{1,200}}?)\s{{0,99}}(?:{key_end}|{value}))"
-            rf"|(?={closer}\s{{0,99}}{opener})|(?={opener}\s{{0,99}}{NAME}\s{{0,99}}{key})"
-        )
-
-    def patterns(self) -> list[str]:
-        return [re.escape(self.marker(name)) for name in self.tokens]
-
-    def call(self) -> Reader:
-        if (yield from self.begins_with("{", "[")):
-            return (yield from self.json_calls())
-        opener, closer, key = (self.marker(name) for name in self.tokens[:3])
-        follows = beginnings(key, closer, opener, "{")
-        match = yield from self.expect(
-            rf"\s*({NAME})\s*(?={re.escape(key)}|{re.escape(closer)}|{re.escape(opener)}|\{{)",
-            rf"\s*(({NAME})\s*({follows})?)?",
-        )
-        if not match and self.ended:
-            match = re.fullmatch(rf"\s*({NAME})\s*", self.buffer)
-        is_open = match and not self.buffer.startswith((key, closer), match.end())
-        if not match or (is_open and match[1] not in self.schemas):
-            return False
-        self.begin(match[1])
-        self.buffer = self.buffer[match.end() :]
-        if self.buffer.startswith("{"):
-            complete = yield from self.json_arguments()
-        elif complete := (yield from self.pairs()):
-            self.end_arguments()
-        if complete:
-            yield from self.skip_closer(closer)
-        return True
-
-    def pairs(self) -> Reader:
-        """Read keys and values; return False if the text ends inside of one."""
-        _, closer, key, key_end, value, _ = self.patterns()
-        start = rf"\s*{key}\s*([^<{MARK}]{{1,200}}?)\s*(?:{key_end})?\s*{value}"
-        tags = beginnings(*map(self.marker, self.tokens[:3]))
-        begun = beginnings(self.marker("<arg_value>"))
-        ends = rf"{key_end}\s*({begun})?|{begun}|{beginnings(self.marker('</arg_key>'))}"
-        while True:
-            match = yield from self.expect(
-                rf"{start}|\s*(?={closer})", rf"\s*({key}[^<{MARK}]*({ends})?|{tags})?"
-            )
-            if not match:
-                return self.ends_cleanly()
-            self.buffer = self.buffer[match.end() :]
-            if match[1] is None:
-                return True
-            text = yield from self.value(match[1])
-            if text is None:
-                return False
-            self.add_argument(match[1], text)
-
-
 class MistralParser(CallParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or newer `[TOOL_CALLS]NAME[ARGS]{...}`."""
 
-    in_template = "[TOOL_CALLS]"
+    in_template = ("[TOOL_CALLS]",)
     tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     openers = ("[TOOL_CALLS]",)
 
@@ -333,7 +86,8 @@ class MistralParser(CallParser):
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         if tokenizer.template_has("[ARGS]"):
             return "[TOOL_CALLS]" + (f"{name}[ARGS]" if name else "")
-        return '[TOOL_CALLS][{"name": "' + (f'{name}", "arguments":' if name else "")
+        space = " " if tokenizer.template_has("[TOOL_CALLS] [") else ""  # Mixtral 8x22B
+        return f'[TOOL_CALLS]{space}[{{"name": "' + (f'{name}", "arguments":' if name else "")
 
     @classmethod
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
@@ -373,10 +127,34 @@ class MistralParser(CallParser):
         return True
 
 
+class GraniteParser(CallParser):
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}]`: Granite 3."""
+
+    in_template = ("<|tool_call|>",)
+    tokens = ("<|tool_call|>",)
+    openers = ("<|tool_call|>",)
+
+    @classmethod
+    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
+        return '<|tool_call|>[{"name": "' + (f'{name}", "arguments":' if name else "")
+
+    @classmethod
+    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
+        return '", "arguments":', "}]"
+
+    @classmethod
+    def written(cls, calls: Sequence[Call]) -> tuple[str, str, str] | None:
+        found = [call._asdict() for call in calls]
+        return cls.openers[0], json.dumps(found, ensure_ascii=False), ""
+
+    def call(self) -> Reader:
+        return (yield from self.json_calls())
+
+
 class GemmaParser(CallParser):
     """`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:5}<tool_call|>`: Gemma 4."""
 
-    in_template = "<|tool_call>"
+    in_template = ("<|tool_call>",)
     tokens = ("<|tool_call>", "<tool_call|>", '<|"|>')
     openers = ("<|tool_call>",)
     closer = "<tool_call|>"
@@ -443,7 +221,7 @@ class KimiParser(CallParser):
     there. earlier: calls before the answer.
     """
 
-    in_template = "<|tool_call_argument_begin|>"
+    in_template = ("<|tool_call_argument_begin|>",)
     tokens = (
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
         *("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
@@ -503,7 +281,7 @@ class HarmonyParser(CallParser):
     It also splits off the reasoning: all that is neither a call nor in the channel `final`.
     """
 
-    in_template = "<|channel|>"
+    in_template = ("<|channel|>",)
     tokens = HARMONY_TOKENS
     splits_reasoning = True
 
@@ -581,6 +359,7 @@ FORMATS: tuple[type[CallParser], ...] = (
     MiniMaxParser,
     QwenCoderParser,
     GlmParser,
+    GraniteParser,
     MistralParser,
     HermesParser,
 )
@@ -588,4 +367,4 @@ FORMATS: tuple[type[CallParser], ...] = (
 
 def find_format(tokenizer: Tokenizer) -> type[CallParser] | None:
     """Return the parser for a model's calls; None if its template has no known format."""
-    return next((f for f in FORMATS if tokenizer.template_has(f.in_template)), None)
+    return next((f for f in FORMATS if any(map(tokenizer.template_has, f.in_template))), None)

@@ -55,11 +55,18 @@ class CallPiece(NamedTuple):
 Piece = TextPiece | CallPiece
 
 
+class Call(NamedTuple):
+    """An earlier call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
 class ArgumentTags(NamedTuple):
     """How a call is written whose arguments are no JSON object.
 
     before, between, after: texts around the key and the value of an argument. after_name, end:
-    texts before and after all arguments. New lines in all but `between` are optional.
+    texts before and after all arguments. All new lines but one before a text are optional.
     is_text: a value that may be a text has no quotes. Other values are JSON.
     """
 
@@ -75,12 +82,12 @@ class ArgumentTags(NamedTuple):
 class CallParser:
     """Splits an answer into text and tool calls. Text that only looks like a call is text.
 
-    in_template: text by which a chat template is recognized. tokens: markers that may be control
+    in_template: texts by which a chat template is recognized. tokens: markers that may be control
     tokens. openers: markers that begin a call. closer: text that ends it. White space around calls
     belongs to neither text nor call.
     """
 
-    in_template: ClassVar[str]
+    in_template: ClassVar[tuple[str, ...]]
     tokens: ClassVar[tuple[str, ...]] = ()
     openers: ClassVar[tuple[str, ...]] = ()
     closer: ClassVar[str | None] = None
@@ -132,6 +139,14 @@ class CallParser:
         name: of its function. number: of calls before it in the conversation.
         """
         return id
+
+    @classmethod
+    def written(cls, calls: Sequence[Call]) -> tuple[str, str, str] | None:
+        """Return calls as the model writes them: opener, text, closer.
+
+        It is for templates that leave calls out. None: for this format none is known.
+        """
+        return None
 
     @classmethod
     def after(cls, messages: Sequence[Mapping[str, Any]]) -> "type[CallParser]":

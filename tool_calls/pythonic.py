@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from tokenizer import Tokenizer
 from tool_calls.arguments import Schema, conform, members
 from tool_calls.lenient_json import Number, Repair
-from tool_calls.parser import NAME, ArgumentTags, CallParser, Reader, beginnings
+from tool_calls.parser import NAME, ArgumentTags, Call, CallParser, Reader, beginnings
 
 KEY = r"[^\W\d][\w.-]{0,99}"
 NAMED = rf"(?P<quote>[\"']?)(?P<key>{KEY})(?P=quote)"  # some answers have quotes around it
@@ -31,7 +31,7 @@ class PythonicParser(CallParser):
     text ends at a quote that an argument, or the end of the call, follows.
     """
 
-    in_template = "<|tool_call_start|>"
+    in_template = ("<|tool_call_start|>", "<|tool_list_start|>")
     tokens = ("<|tool_call_start|>", "<|tool_call_end|>")
     openers = ("<|tool_call_start|>",)
     closer = "<|tool_call_end|>"
@@ -39,6 +39,14 @@ class PythonicParser(CallParser):
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         return "<|tool_call_start|>[" + (f"{name}(" if name else "")
+
+    @classmethod
+    def written(cls, calls: Sequence[Call]) -> tuple[str, str, str] | None:
+        texts = []
+        for name, arguments in calls:
+            pairs = ", ".join(f"{key}={literal(value)}" for key, value in arguments.items())
+            texts.append(f"{name}({pairs})")
+        return cls.openers[0], f"[{', '.join(texts)}]", cls.closer
 
     @classmethod
     def argument_tags(cls) -> ArgumentTags:
@@ -222,6 +230,12 @@ class PythonicParser(CallParser):
         if limit < 0 and self.is_cut:
             return None
         return self.take_value(end)
+
+
+def literal(value: Any) -> str:
+    """Return a value as the newer templates write it: containers as JSON, others as Python."""
+    is_container = isinstance(value, dict | list)
+    return json.dumps(value, ensure_ascii=False) if is_container else repr(value)
 
 
 def is_escaped(text: str, at: int) -> bool:

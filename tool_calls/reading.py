@@ -5,7 +5,8 @@ from typing import Any
 from tokenizer import Tokenizer
 from tool_calls.formats import find_format
 from tool_calls.generic import GENERIC, messages_with_tools
-from tool_calls.parser import MARK, CallParser, Piece
+from tool_calls.lenient_json import parse_json
+from tool_calls.parser import MARK, Call, CallParser, Piece
 
 
 class CallReader:
@@ -41,15 +42,20 @@ class CallReader:
         """Return the messages for the chat template, and its variables."""
         self.format = (self.known or GENERIC).after(messages)
         if self.known:
-            return template_calls(messages, self.format), {"tools": self.tools}
+            prepared = template_calls(messages, self.format, self.tokenizer)
+            return prepared, {"tools": self.tools}
         return messages_with_tools(messages, [tool["function"] for tool in self.tools]), {}
 
 
-def template_calls(messages: list[dict], format: type[CallParser]) -> list[dict]:
+def template_calls(
+    messages: list[dict], format: type[CallParser], tokenizer: Tokenizer
+) -> list[dict]:
     """Return messages with the ids of calls in a form that the template accepts.
 
-    A result has the name of its function, if a call before it has its id.
+    A result has the name of its function, if a call before it has its id. For a template that
+    leaves calls out, a message has them as text, too (`written_calls`, see ChatTemplate.message).
     """
+    leaves_out = tokenizer.has_chat_template and not tokenizer.template_has("tool_calls")
     names: dict[str, str] = {}
     ids: dict[str, str] = {}
     found, count = [], 0
@@ -62,12 +68,22 @@ def template_calls(messages: list[dict], format: type[CallParser]) -> list[dict]
                 names[id], ids[id] = name, format.template_id(id, name, count)
                 message["tool_calls"].append({**call, "id": ids[id]})
                 count += 1
+            if leaves_out and (parts := format.written(list(map(read_call, calls)))):
+                message["written_calls"] = parts
         if (id := message.get("tool_call_id")) is not None:
             message["tool_call_id"] = ids.get(id) or format.template_id(id)
             if name := message.get("name") or names.get(id):
                 message["name"] = name
         found.append(message)
     return found
+
+
+def read_call(call: dict) -> Call:
+    """Return a call of OpenAI's API. Arguments that are no object are left out."""
+    function = call["function"]
+    arguments = function["arguments"]
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+    return Call(function["name"], arguments if isinstance(arguments, dict) else {})
 
 
 def control_markers(format: type[CallParser], tokenizer: Tokenizer) -> dict[int, str]:
