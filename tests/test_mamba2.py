@@ -56,7 +56,7 @@ def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(cut):
 # The kernel ---------------------------------------------------------------------------------------
 
 
-SOME = "fewer tokens than the window,one token after drafts"
+SOME = "fewer tokens than the window;one token after drafts;a prompt shorter than a chunk"
 
 
 @pytest.mark.parametrize("cases", (SOME, pytest.param("", marks=pytest.mark.slow)))
@@ -64,15 +64,22 @@ def test_the_kernel_computes_what_the_plain_form_does(cases):
     """Sequences with drafts that were accepted, with padding, and an idle one; slow: all cases."""
     chosen = {"CASES": cases} if cases else {}
     errors = run_without_gpu("mamba_kernels_without_gpu.py", TRITON_INTERPRET="1", **chosen)
-    assert len(errors) == (2 if cases else 10)
+    assert len(errors) == (3 if cases else 16)
     for case, found in errors.items():
-        assert max(found) < 2e-6, (case, found)
+        most = 1e-5 if "prompt" in case else 2e-6  # the order of sums of g differs
+        assert max(found) < (1e-2 if case.endswith("bf16") else most), (case, found)
 
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = run_without_gpu("mamba_kernels_without_gpu.py")
-    assert len(found) == 7
+    prompts = [name for name in found if "in a prompt" in name]
+    assert len(prompts) == 12 and len(found) == 19
+    for name in prompts:
+        counts = found.pop(name)
+        # The last kernel stores seven numbers before its loop, and loads them after it.
+        assert counts["spills"] <= (7 if name.startswith("_scan") else 0), (name, counts)
+        assert not counts["overwritten"] and counts["shared"] <= 227 << 10, (name, counts)
     for name, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
         assert counts["ahead"] >= 8, name  # the state is loaded before the wait
