@@ -67,7 +67,7 @@ def test_the_kernel_computes_what_the_plain_form_does(cases):
     assert len(errors) == (3 if cases else 16)
     for case, found in errors.items():
         most = 1e-5 if "prompt" in case else 2e-6  # the order of sums of g differs
-        assert max(found) < (1e-2 if case.endswith("bf16") else most), (case, found)
+        assert max(found) < (2e-2 if case.endswith("bf16") else most), (case, found)
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_the_kernel_compiles_for_an_h200():
     assert len(prompts) == 12 and len(found) == 19
     for name in prompts:
         counts = found.pop(name)
-        # The last kernel stores seven numbers before its loop, and loads them after it.
-        assert counts["spills"] <= (7 if name.startswith("_scan") else 0), (name, counts)
+        # Triton 3.6 stores seven numbers before a loop, and loads them after it; 3.9 ten.
+        assert counts["spills"] <= (10 if name.startswith("_scan") else 0), (name, counts)
         assert not counts["overwritten"] and counts["shared"] <= 227 << 10, (name, counts)
     for name, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
