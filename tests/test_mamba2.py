@@ -11,6 +11,7 @@ from without_gpu import run_without_gpu
 from generate import load_model
 from model import Transformer
 from models.converter import convert
+from ops.attention.delta_prompt import state_space_chunk
 from ops.plain.mamba2 import ssm_chunk, ssm_step, time_steps
 from runtime.sampling import Sampling
 
@@ -51,6 +52,18 @@ def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(cut):
         y, state = ssm_step(*(t[:, n] for t in tokens), skip, state)
         torch.testing.assert_close(torch.cat(found, 1)[:, n], y, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(first, state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_compiles_without_a_loop():
+    """Compiled code takes the operator's results as contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 64, 6, 8), (2, 64, 2, 16), (2, 64, 2, 16), (2, 64, 6), (2, 64, 6), (6,)
+    x, b, c, dt, g, skip = (torch.randn(*shape, generator=generator) for shape in shapes)
+    given = x, b, c, dt.abs(), -g.abs(), skip, torch.zeros(2, 6, 8, 16)
+    compiled = torch.compile(state_space_chunk, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*given), ssm_chunk(*given), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.is_contiguous()
 
 
 # The kernel ---------------------------------------------------------------------------------------

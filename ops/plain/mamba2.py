@@ -72,7 +72,7 @@ def ssm_chunk(
         state = state * end[n].exp() + gained[n]
     y = scores @ added + (c @ torch.stack(begins).mT) * total.exp()
     y = y.permute(1, 0, 3, 2, 4).reshape(B, -1, H, P)[:, :Q]
-    return y + x * skip.float().unsqueeze(-1), state
+    return (y + x * skip.float().unsqueeze(-1)).contiguous(), state
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
