@@ -22,12 +22,8 @@ from cli.parser import Parser
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import delta_prompt
 from ops.attention.delta import delta_tokens
-from ops.attention.delta_prompt import (
-    causal_conv_silu,
-    delta_gates,
-    gated_delta_chunk,
-    gated_rms_norm,
-)
+from ops.attention.delta_prompt import gated_delta_chunk
+from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
 from ops.inductor import configure_inductor
 from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 
@@ -132,7 +128,8 @@ def decode_rows(batch: int) -> str:
 def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callable) -> Tensor:
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
-    g, beta = delta_gates(ba, layer["a_log"], layer["dt_bias"])
+    real = torch.ones(*ba.shape[:2], 1, dtype=torch.bool, device="cuda")
+    g, beta = masked_gates(ba, layer["a_log"], layer["dt_bias"], real)
     y = causal_conv_silu(x, window_of(layer), layer["conv"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))

@@ -29,11 +29,21 @@ from models.random_weights import (
     number_format,
     random_prompt,
 )
+from ops.launch import broken
 from runtime.loading import load_model
 from runtime.runner import EagerRunner
 from runtime.session import Session, SessionOptions
 from runtime.weights import stored_bytes
 
+# Uses of kernels in recurrent layers, by the names of `try_kernels`: PyTorch alone has none.
+RECURRENT = {
+    "delta rule",
+    "state space",
+    "convolution",
+    "gates",
+    "gated norm",
+    "norm of groups",
+}
 PEAK = 790e12  # FLOP/s in bf16 of a large product on an H100 or H200
 
 
@@ -102,11 +112,13 @@ def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> Non
             )
             if name == "PyTorch":
                 session.prefill_runner = EagerRunner(model)
+                broken.update(RECURRENT)
             times[name], logits[name] = time_prompt(session, prompt, options.repeats)
             if options.kernels:
                 session.reset()
                 events = record_kernels(partial(run_prompt, session, prompt))
                 print("\n".join([f"  {name}", *launch_lines(events, layers)]))
+            broken.difference_update(RECURRENT)
             del session
         nbytes = sum(stored_bytes(block) for block in model.layers)
         flops = length * flops_of_token(model) + flops_of_attention(model, length)

@@ -6,6 +6,8 @@
 It prints one JSON object: by case, the relative error of each result, or counts of machine code.
 """
 
+import itertools
+import os
 import sys
 from copy import deepcopy
 from functools import partial
@@ -19,19 +21,21 @@ from model import Context
 from models.layers import gated_delta_net, kimi_delta
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
-from ops.attention import delta_pending, delta_prompt
+from ops.attention import delta_pending, delta_prompt, recurrent_parts
 from ops.attention.delta import delta_tokens
 from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
     gated_delta_step,
     gates_in_torch,
+    mask_gates,
     norm_in_torch,
 )
 from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
     counts,
     layer_errors,
+    layer_prompt_errors,
     print_results,
     random_state,
     relative_error,
@@ -44,6 +48,11 @@ PROMPTS = {  # B, Q, K, H, Ck, Cv
     "half a chunk": (1, 32, 2, 4, 16, 16),
     "chunks, two blocks of columns": (2, 150, 2, 4, 16, 64),
     "equal keys": (1, 130, 1, 1, 16, 16),
+}
+STRENGTHS = 1.0, 8.0  # of decays for each channel; exp of the sums of the second is infinite
+LAYER_PROMPTS = {  # as FEW, but more tokens than can be pending
+    "a prompt, rows with padding": (3, 70, 2, 2, 16, 16, 4, (69, -1, 30), (2, 3, None)),
+    "a prompt after drafts": (1, 33, 2, 2, 32, 32, 3, None, (5,)),
 }
 TOKENS = {  # B, K, H, Ck, Cv, W, last
     "one row": (1, 2, 4, 16, 16, 4, None),
@@ -199,43 +208,72 @@ def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals,
     )
 
 
+def part_errors(v: Tensor) -> list[float]:
+    """Return the errors of convolution, norm and gates for tokens of v."""
+    (B, Q, H, C), parts = v.shape, recurrent_parts
+    x, window, weight = torch.randn(B, Q, 300), torch.randn(B, 3, 300), torch.randn(300, 4)
+    found = []
+    for bias in (None, torch.randn(300)):
+        pair = (f(x, window, weight, bias) for f in (parts.launch_convolution, conv_silu_in_torch))
+        found.append(relative_error(*pair))
+    gate, scale = torch.cat((v, v), 2)[:, :, H:].sin(), torch.randn(C)
+    norms = (f(v, gate, scale, 1e-6) for f in (parts.launch_norm_heads, norm_in_torch))
+    found.append(relative_error(*norms))
+    real = torch.arange(Q).view(1, Q, 1) < torch.arange(Q, Q - B, -1).view(B, 1, 1)
+    for G in (H, H * C):
+        ba = 4 * torch.randn(B, Q, H + G + 5)[:, :, 3 : H + G + 3]  # as of a split
+        weights = ba, torch.randn(H), torch.ones(G)
+        want = mask_gates(*gates_in_torch(*weights), real)
+        got = parts.launch_gates(*weights, real)
+        found += [relative_error(*pair) for pair in zip(got, want, strict=True)]
+    return found
+
+
+def rule_errors(name: str) -> list[float]:
+    """Return the errors of the rule with both kinds of decay, and of what surrounds it."""
+    q, k, v, g, beta, state = random_prompt(*PROMPTS[name])
+    channels = -torch.randn(*g.shape, q.shape[-1]).exp()
+    if name == "equal keys":
+        k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
+    found = part_errors(v)
+    for decay in (g, *(strength * channels for strength in STRENGTHS)):
+        forms = delta_prompt.launch_delta_chunk, chunk_in_torch
+        results = (f(q, k, v, decay, beta, state) for f in forms)
+        found += [relative_error(*pair) for pair in zip(*results, strict=True)]
+    return found
+
+
+def token_errors(case: tuple) -> list[float]:
+    found, arguments = [], random_token(*case)
+    for _ in range(2):  # the second call finds the counter as the first has left it
+        want = plain_token(*arguments)
+        y = delta_tokens(*arguments)
+        got = y, arguments[2], arguments[3][0][:, : case[5] - 1]
+        found += [relative_error(*pair) for pair in zip(got, want, strict=True)]
+        assert not arguments[7].any()  # arrivals
+    return found
+
+
+def prompt_errors(case: tuple, options: dict) -> list[float]:
+    return layer_prompt_errors(*random_few(*case, **options))
+
+
 def errors() -> dict[str, list[float]]:
-    found = {}
-    for name, case in PROMPTS.items():
-        q, k, v, g, beta, state = random_prompt(*case)
-        if name == "equal keys":
-            k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
-        results = (
-            f(q, k, v, g, beta, state) for f in (delta_prompt.launch_delta_chunk, chunk_in_torch)
-        )
-        found[name] = [relative_error(*pair) for pair in zip(*results, strict=True)]
-        x = torch.randn(v.shape[0], v.shape[1], 300)
-        window, weight = torch.randn(len(x), 3, 300), torch.randn(300, 4)
-        pair = (f(x, window, weight) for f in (delta_prompt.launch_convolution, conv_silu_in_torch))
-        gate, scale = torch.cat((v, v), 2)[:, :, v.shape[2] :].sin(), torch.randn(v.shape[3])
-        norms = (f(v, gate, scale, 1e-6) for f in (delta_prompt.launch_norm_heads, norm_in_torch))
-        found[name] += [relative_error(*pair), relative_error(*norms)]
-        H = beta.shape[-1]
-        ba = 4 * torch.randn(*beta.shape[:2], 2 * H + 5)[:, :, 3 : 2 * H + 3]  # as of a split
-        gates = (
-            f(ba, torch.randn(H, generator=torch.Generator().manual_seed(1)), torch.ones(H))
-            for f in (delta_prompt.launch_gates, gates_in_torch)
-        )
-        found[name] += [relative_error(*pair) for pair in zip(*gates, strict=True)]
-    for name, case in TOKENS.items():
-        arguments = random_token(*case)
-        found[name] = []
-        for _ in range(2):  # the second call finds the counter as the first has left it
-            want = plain_token(*arguments)
-            y = delta_tokens(*arguments)
-            got = y, arguments[2], arguments[3][0][:, : case[5] - 1]
-            found[name] += [relative_error(*pair) for pair in zip(got, want, strict=True)]
-            assert not arguments[7].any()  # arrivals
+    """Run the cases that CASES in the environment names, "NAME;NAME", or all."""
+    cases = {name: partial(rule_errors, name) for name in PROMPTS}
+    cases |= {name: partial(token_errors, case) for name, case in TOKENS.items()}
     # Of two sequences; more tokens take tensor cores, where the interpreter has no bf16.
-    found["kimi, with products"] = [expanded_error(T) for T in (1, 2)]
+    cases["kimi, with products"] = lambda: [expanded_error(T) for T in (1, 2)]
+    for name, case in LAYER_PROMPTS.items():
+        for kind, dtype in itertools.product(("", ", kimi"), (torch.float32, torch.bfloat16)):
+            options = dict(dtype=dtype, channel_decay=bool(kind))
+            half = ", bf16" if dtype == torch.bfloat16 else ""
+            cases[f"{name}{kind}{half}"] = partial(prompt_errors, case, options)
     for name, (B, T, H, C, *rest) in KIMI.items():
-        found[name] = few_errors((B, T, H, H, C, C, *rest), channel_decay=True)
-    return found | {name: few_errors(case) for name, case in FEW.items()}
+        cases[name] = partial(few_errors, (B, T, H, H, C, C, *rest), channel_decay=True)
+    cases |= {name: partial(few_errors, case) for name, case in FEW.items()}
+    names = os.environ.get("CASES", ";".join(cases)).split(";")
+    return {name: cases[name]() for name in names}
 
 
 def machine_code() -> dict[str, dict[str, int]]:
@@ -246,15 +284,19 @@ def machine_code() -> dict[str, dict[str, int]]:
     sizes = 16, 32, 128, 128
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
+    real = torch.ones(1, 2048, 1, dtype=torch.bool)
+    *kimi, g, beta, state = random_prompt(1, 2048, 32, *sizes[1:], torch.bfloat16)
+    kimi = *kimi, g.unsqueeze(-1).expand(*g.shape, 128), beta, state
     several = [random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (8, 16)]
     # Kimi Linear 48B-A3B.
     of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
     def launch_all() -> None:
         delta_prompt.launch_delta_chunk(*prompt)
-        delta_prompt.launch_convolution(x, window, weight)
-        delta_prompt.launch_norm_heads(v, v, norm, 1e-6)
-        delta_prompt.launch_gates(v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16())
+        recurrent_parts.launch_convolution(x, window, weight)
+        recurrent_parts.launch_norm_heads(v, v, norm, 1e-6)
+        gates = v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16()
+        recurrent_parts.launch_gates(*gates, real)
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
     of_both = (gated_delta_net, kimi_delta)
@@ -263,6 +305,8 @@ def machine_code() -> dict[str, dict[str, int]]:
     ]
     with supports[0], supports[1]:
         found = launched_code(launch_all)
+        of_kimi = launched_code(partial(delta_prompt.launch_delta_chunk, *kimi))
+        found |= {f"{name} of channels": code for name, code in of_kimi.items()}
         for T, case in of_channels.items():
             layer, *call = random_few(*case, channel_decay=True)
             launched = launched_code(partial(layer.core, *call))

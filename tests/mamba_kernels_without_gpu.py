@@ -1,9 +1,9 @@
-"""Run and compile the kernel of ops/attention/mamba.py; see kernels_without_gpu.py.
+"""Run and compile the kernels of Mamba-2, of few tokens and of prompts; see kernels_without_gpu.py.
 
     TRITON_INTERPRET=1 python tests/mamba_kernels_without_gpu.py    Triton's interpreter, CPU
     python tests/mamba_kernels_without_gpu.py    machine code for an H200, by Triton and ptxas
 
-CASES="NAME,NAME" chooses some. It prints one JSON object: by case, the relative error of each
+CASES="NAME;NAME" chooses some. It prints one JSON object: by case, the relative error of each
 result, or counts of machine code.
 """
 
@@ -21,7 +21,14 @@ from models.layers.mamba2 import Mamba2, MambaSizes, MambaState
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import mamba
 from tests.launched_code import launched_code
-from tests.recurrent_without_gpu import counts, layer_errors, print_results, random_state
+from tests.recurrent_without_gpu import (
+    counts,
+    layer_errors,
+    layer_prompt_errors,
+    print_results,
+    prompts_by_kernels,
+    random_state,
+)
 
 CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None: it had one token)
     "one token": (1, 1, 4, 16, 2, 16, 4, None, (None,)),
@@ -34,6 +41,11 @@ CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None
     "as many as are kept": (1, MAX_TENTATIVE, 1, 16, 1, 16, 3, None, (MAX_TENTATIVE,)),
     "drafts after drafts": (2, 3, 6, 16, 2, 32, 4, None, (5, 1)),
     "one token after drafts": (4, 1, 4, 16, 2, 16, 4, (0, -1, 0, 0), (3, 2, None, 16)),
+}
+PROMPTS = {  # the same, of more tokens than can be pending
+    "a prompt, rows with padding": (3, 70, 6, 16, 2, 16, 4, (69, -1, 30), (2, 3, None)),
+    "a prompt after drafts": (1, 130, 2, 32, 1, 64, 3, None, (5,)),
+    "a prompt shorter than a chunk": (2, 17, 4, 16, 4, 16, 4, (16, 3), (None, 1)),
 }
 # Sizes of Nemotron-3-Nano, Granite-4.0-H-Tiny and Granite-4.0-H-Small.
 PUBLISHED = (64, 64, 8, 128), (48, 64, 1, 128), (128, 64, 1, 128)
@@ -80,15 +92,28 @@ def case_errors(case: tuple) -> list[float]:
     return layer_errors(layer, *call, Mamba2.fused_core, take_in)
 
 
+def prompt_errors(name: str, dtype: torch.dtype) -> list[float]:
+    """Return the errors of y, and of the state, for a prompt by kernels."""
+    return layer_prompt_errors(*random_call(*PROMPTS[name], dtype=dtype))
+
+
 def errors() -> dict[str, list[float]]:
-    names = os.environ.get("CASES", ",".join(CASES)).split(",")
-    return {name: case_errors(CASES[name]) for name in names}
+    cases = {name: partial(case_errors, case) for name, case in CASES.items()}
+    for name in PROMPTS:
+        cases[name] = partial(prompt_errors, name, torch.float32)
+        cases[f"{name}, bf16"] = partial(prompt_errors, name, torch.bfloat16)
+    names = os.environ.get("CASES", ";".join(cases)).split(";")
+    return {name: cases[name]() for name in names}
 
 
 def machine_code() -> dict[str, dict[str, int]]:
-    """Compile the kernel at published sizes, for one token and for several, and for none."""
+    """Compile the kernels at published sizes: prompts, one token, several, and none."""
     found = {}
     for H, P, G, N in PUBLISHED:
+        layer, *call = random_call(1, 2048, H, P, G, N, 4, None, (None,), torch.bfloat16)
+        with prompts_by_kernels(), torch.no_grad():
+            launched = launched_code(partial(layer.core, *call))
+        found |= {f"{name} in a prompt, {H} heads": code for name, code in launched.items()}
         for T in (1, 8):
             layer, *call = random_call(1, T, H, P, G, N, 4, None, (4,), torch.bfloat16)
             launched = launched_code(partial(layer.fused_core, *call))

@@ -2,14 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from model import Context
 from models.layers.pending_state import PendingState, RecurrentLayer
+from ops.attention import delta_prompt, recurrent_parts
 from tests import interpreter
 from tests.kernels_without_gpu import overwritten
 
@@ -50,6 +53,34 @@ def layer_errors(
             take_in(state, context.positions[:, :1] + count, context.last, row, by_kernel)
         found += state_errors(*taken, B)
     return found
+
+
+@contextmanager
+def prompts_by_kernels() -> Iterator[None]:
+    """Within, prompts of recurrent layers run by kernels on a CPU, too."""
+    patches = (
+        mock.patch.object(module, "can_launch", lambda x: True)
+        for module in (delta_prompt, recurrent_parts)
+    )
+    with next(patches), next(patches):
+        yield
+
+
+def layer_prompt_errors(layer: RecurrentLayer, projected: Tensor, context: Context) -> list[float]:
+    """Return the errors of a prompt's y, and of the state and the window after it."""
+    ours = deepcopy(layer)
+    ours.state.arrivals = layer.state.arrivals.clone()
+    want = layer.core(projected, context)
+    with prompts_by_kernels():
+        got = ours.core(projected, context)
+    real = torch.ones(want.shape[:2], dtype=torch.bool)
+    if context.last is not None:
+        real = torch.arange(want.shape[1]) <= context.last.unsqueeze(1)
+    assert torch.equal(ours.state.window, layer.state.window)
+    return [
+        relative_error(*pair)
+        for pair in ((got[real], want[real]), (ours.state.state, layer.state.state))
+    ]
 
 
 def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[float]:

@@ -9,7 +9,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
-from ops.attention.delta_prompt import causal_conv_silu, gated_delta_chunk, gated_rms_norm
+from ops.attention.delta_prompt import gated_delta_chunk
+from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm
 from ops.plain.gated_delta import gated_delta_recurrent, gated_delta_step
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -176,9 +177,9 @@ def without_a_gpu(**variables: str) -> dict:
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
     assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
-    assert len(errors) == 23
+    assert len(errors) == 31
     for case, found in errors.items():  # the order of sums of g differs
-        assert max(found) < 2e-5, (case, found)
+        assert max(found) < (2e-2 if case.endswith("bf16") else 2e-5), (case, found)
 
 
 @pytest.mark.slow
@@ -193,8 +194,10 @@ def test_the_kernels_compile_for_an_h200():
         # Decays of channels are a product more for each number of the state.
         most = 2300 if "of channels" in name else 2000
         assert counts["instructions"] < most and counts["barriers"] < 20, (name, counts)
-    for name in ("_solve_chunk", "_scan_chunks"):
+    for name in [name for name in found if "_chunk" in name or "_channels" in name]:
         counts = found.pop(name)
         assert counts["products"] and counts["shared"] <= 227 << 10, name
         assert not counts["overwritten"], name
+        # Triton 3.6 spills nothing of decays for each channel, 3.9 one number.
+        assert not name.endswith("channels") or counts["spills"] <= 1, name
     assert all(counts["spills"] == 0 for counts in found.values())

@@ -11,6 +11,7 @@ from without_gpu import run_without_gpu
 from generate import load_model
 from model import Transformer
 from models.converter import convert
+from ops.attention.delta_prompt import state_space_chunk
 from ops.plain.mamba2 import ssm_chunk, ssm_step, time_steps
 from runtime.sampling import Sampling
 
@@ -53,10 +54,22 @@ def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(cut):
     torch.testing.assert_close(first, state, rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_compiles_without_a_loop():
+    """Compiled code takes the operator's results as contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 64, 6, 8), (2, 64, 2, 16), (2, 64, 2, 16), (2, 64, 6), (2, 64, 6), (6,)
+    x, b, c, dt, g, skip = (torch.randn(*shape, generator=generator) for shape in shapes)
+    given = x, b, c, dt.abs(), -g.abs(), skip, torch.zeros(2, 6, 8, 16)
+    compiled = torch.compile(state_space_chunk, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*given), ssm_chunk(*given), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.is_contiguous()
+
+
 # The kernel ---------------------------------------------------------------------------------------
 
 
-SOME = "fewer tokens than the window,one token after drafts"
+SOME = "fewer tokens than the window;one token after drafts;a prompt shorter than a chunk"
 
 
 @pytest.mark.parametrize("cases", (SOME, pytest.param("", marks=pytest.mark.slow)))
@@ -64,15 +77,22 @@ def test_the_kernel_computes_what_the_plain_form_does(cases):
     """Sequences with drafts that were accepted, with padding, and an idle one; slow: all cases."""
     chosen = {"CASES": cases} if cases else {}
     errors = run_without_gpu("mamba_kernels_without_gpu.py", TRITON_INTERPRET="1", **chosen)
-    assert len(errors) == (2 if cases else 10)
+    assert len(errors) == (3 if cases else 16)
     for case, found in errors.items():
-        assert max(found) < 2e-6, (case, found)
+        most = 1e-5 if "prompt" in case else 2e-6  # the order of sums of g differs
+        assert max(found) < (2e-2 if case.endswith("bf16") else most), (case, found)
 
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_an_h200():
     found = run_without_gpu("mamba_kernels_without_gpu.py")
-    assert len(found) == 7
+    prompts = [name for name in found if "in a prompt" in name]
+    assert len(prompts) == 12 and len(found) == 19
+    for name in prompts:
+        counts = found.pop(name)
+        # Triton 3.6 stores seven numbers before a loop, and loads them after it; 3.9 ten.
+        assert counts["spills"] <= (10 if name.startswith("_scan") else 0), (name, counts)
+        assert not counts["overwritten"] and counts["shared"] <= 227 << 10, (name, counts)
     for name, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
         assert counts["ahead"] >= 8, name  # the state is loaded before the wait

@@ -24,14 +24,10 @@ from models.layers.pending_state import (
 from models.tensors import Recipes, copy_of
 from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
 from ops.attention.delta_pending import take_in_pending
-from ops.attention.delta_prompt import (
-    causal_conv_silu,
-    delta_gates,
-    gated_delta_chunk,
-    gated_rms_norm,
-)
+from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
-from ops.plain.gated_delta import gated_delta_step, mask_gates
+from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
+from ops.plain.gated_delta import gated_delta_step
 
 
 class DeltaSizes(NamedTuple):
@@ -95,8 +91,7 @@ class DeltaState(PendingState):
         memory = self.state, self.pending(), [*weights]
         take_in_pending(*memory, position, context.last, row, self.sizes.key_heads)
         count, real = real_counts(context, B, Q, x.device)
-        g, beta = delta_gates(ba, weights.a_log, weights.dt_bias)
-        g, beta = mask_gates(g, beta, real)  # padding does nothing
+        g, beta = masked_gates(ba, weights.a_log, weights.dt_bias, real)
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
         y, inputs = causal_conv_silu(x, window, weights.conv), (window, x)

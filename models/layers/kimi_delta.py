@@ -16,8 +16,8 @@ from models.layers.gated_delta_net import DeltaInputs, DeltaSizes, DeltaState
 from models.layers.pending_state import Convolution, RecurrentLayer
 from models.tensors import Recipe, Recipes, copy_of
 from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
-from ops.attention.delta_prompt import gated_rms_norm
 from ops.attention.delta_state import DeltaWeights
+from ops.attention.recurrent_parts import gated_rms_norm
 from ops.products.dense import dense_product
 from ops.products.weights import plain_weight
 

@@ -20,14 +20,15 @@ from models.layers.pending_state import (
     real_counts,
 )
 from models.tensors import Recipe, Recipes, copy_of
+from ops.attention.delta_prompt import state_space_chunk
 from ops.attention.mamba import (
     MambaWeights,
     kernels_support,
     mamba_tokens,
     take_in_pending,
 )
-from ops.plain.gated_delta import conv_silu_in_torch
-from ops.plain.mamba2 import gated_group_norm, ssm_chunk, ssm_step, time_steps
+from ops.attention.recurrent_parts import causal_conv_silu, gated_group_norm, masked_gates
+from ops.plain.mamba2 import ssm_step
 
 
 class MambaSizes(NamedTuple):
@@ -91,18 +92,17 @@ class MambaState(PendingState):
         memory = self.state, self.pending(), [*weights]
         take_in_pending(*memory, position, context.last, row, self.arrivals)
         count, real = real_counts(context, B, Q, x.device)
-        steps, g = time_steps(dt, weights.a_log, weights.dt_bias)
-        steps, g = torch.where(real, steps, 0.0), torch.where(real, g, 0.0)  # padding does nothing
+        g, steps = masked_gates(dt, weights.a_log, weights.dt_bias, real)
         is_step = Q == 1 and row is None
         window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        y = conv_silu_in_torch(x, window, weights.conv, weights.conv_bias)
+        y = causal_conv_silu(x, window, weights.conv, weights.conv_bias)
         (x, b, c), inputs = self.sizes.parts(y), (window, x)
         if Q == 1:
             x, b, c, steps, g = (t.squeeze(1) for t in (x, b, c, steps, g))
             y, after = ssm_step(x, b, c, steps, g, weights.skip, state)
             y = y.unsqueeze(1)
         else:
-            y, after = ssm_chunk(x, b, c, steps, g, weights.skip, state)
+            y, after = state_space_chunk(x, b, c, steps, g, weights.skip, state)
         if 1 < Q <= MAX_TENTATIVE:
             self.keep_pending(rows, count, position, inputs, dt=dt)
         else:

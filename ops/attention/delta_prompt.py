@@ -1,31 +1,28 @@
-"""Gated DeltaNet of prompts: kernels of the gated delta rule, and of what surrounds it.
+"""Recurrent layers' prompts: kernels of the gated delta rule, and of Mamba-2's recurrence.
 
 `_solve_chunk` solves the triangular systems of all chunks, in parallel. `_scan_chunks` walks over
 the chunks of a head with some columns of the state in registers. Columns never meet, so each
-program has its own. Convolution, gates and gated norm are one kernel each in eager code; in
-compiled code Inductor makes kernels of the plain forms.
+program has its own. Mamba-2 corrects nothing, so it has no systems: `_scan_chunks` alone computes
+it, with C, B and x as queries, keys and values.
 
-Layers call `causal_conv_silu`, `delta_gates`, `gated_delta_chunk` and `gated_rms_norm`: these run
-the kernels where they can, else PyTorch. Formulas, letters and the reference:
-ops/plain/gated_delta.py.
+Layers call `gated_delta_chunk` and `state_space_chunk`: these run the kernels where they can, else
+PyTorch. Formulas, letters and the references: ops/plain/gated_delta.py and ops/plain/mamba2.py.
+Convolution, gates and norms: ops/attention/recurrent_parts.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention.delta_state import COLUMNS, fit_tiles, softplus, with_even_rows
+from ops.attention.delta_channels import Decayed, decay_channels
+from ops.attention.delta_state import COLUMNS, fit_tiles
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
-from ops.plain.gated_delta import (
-    chunk_in_torch,
-    conv_silu_in_torch,
-    gates_in_torch,
-    norm_in_torch,
-)
+from ops.plain.gated_delta import chunk_in_torch
+from ops.plain.mamba2 import ssm_chunk
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Only the state's update always takes three (of bf16 parts, if keys are
@@ -35,20 +32,57 @@ CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
 
 
 @dataclass(frozen=True)
-class PromptSettings:
-    """Sizes of a layer that a kernel asks for, and how its programs divide a prompt."""
+class RuleSettings:
+    """Sizes of a layer, and how programs divide a prompt: s."""
 
-    heads: int = 1
-    key_heads: int = 1
-    key_dim: int = 1
-    value_dim: int = 1
-    channels: int = 1  # N
-    width: int = 1  # the convolution's
-    eps: float = 0.0  # the gated norm's
-    rows: int = 1  # a program computes: tokens (a chunk of the rule), heads or gates
-    columns: int = 1  # a program computes: of the state, or channels
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    columns: int  # each program has these many of the state's
     precision: str = "tf32"
-    is_silu: bool = True  # the gated norm's activation; else sigmoid
+    rows: int = 1  # tokens of a chunk
+    is_delta: bool = True  # else Mamba-2
+    channel_decay: bool = False  # a head has a decay for each channel
+
+    @property
+    def sharing(self) -> int:
+        """Heads that share a key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def levels(self) -> int:
+        """How often a chunk can be halved."""
+        return self.rows.bit_length() - 1
+
+    @property
+    def block(self) -> int:
+        """Channels that are in registers at once in `_decay_channels`."""
+        return min(self.key_dim, 32)
+
+    @property
+    def query_scale(self) -> float:
+        return self.key_dim**-0.5 if self.is_delta else 1.0
+
+    @property
+    def channel_step(self) -> int:
+        """How far a channel of the state is from the next one; Mamba-2 has it transposed."""
+        return self.value_dim if self.is_delta else 1
+
+    @property
+    def column_step(self) -> int:
+        return 1 if self.is_delta else self.key_dim
+
+
+class Tokens(NamedTuple):
+    """A prompt of the delta rule, or in its names one of Mamba-2."""
+
+    q: Tensor  # [B, Q, K, Ck]; C
+    k: Tensor  # [B, Q, K, Ck]; B, for the kernel [B, K, Ck, chunks T]
+    v: Tensor  # [B, Q, H, Cv]; x
+    g: Tensor  # fp32 [B, Q, H], or [B, Q, H, Ck]: logarithms of the decay
+    beta: Tensor  # fp32 [B, Q, H]; step sizes
+    skip: Tensor | None = None  # D [H], of Mamba-2 alone
 
 
 class Systems(NamedTuple):
@@ -57,15 +91,30 @@ class Systems(NamedTuple):
     solved_values: Tensor  # [B, H, chunks, T, Cv]
     solved_keys: Tensor  # [B, H, chunks, T, Ck]
     scores: Tensor  # [B, H, chunks, T, T]
+    decayed: Decayed | None = None
 
 
 @jit
-def _load_tokens(x, rows, row_stride, is_real, C: tl.constexpr):
-    """Load tokens of one head at x -> [T, C] as stored, and 1 / the L2 norm of each [T]."""
-    offsets = rows[:, None] * row_stride + tl.arange(0, C)[None, :]
+def _load_tokens(x, rows, row_stride, is_real, s: tl.constexpr):
+    """Load tokens of one head at x -> [T, Ck] as stored, and of each 1 / its L2 norm [T].
+
+    Mamba-2 does not normalize: 1.
+    """
+    offsets = rows[:, None] * row_stride + tl.arange(0, s.key_dim)[None, :]
     x = tl.load(x + offsets, mask=is_real[:, None], other=0.0)
     squares = x.to(tl.float32) * x.to(tl.float32)
-    return x, tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+    if s.is_delta:
+        return x, tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+    else:
+        return x, tl.full([x.shape[0]], 1.0, tl.float32)
+
+
+@jit
+def _decay_between(total):
+    """total [T], sums of g -> the decay of token i since token j <= i; 0 for later j: [T, T]."""
+    i = tl.arange(0, total.shape[0])
+    between = total[:, None] - total[None, :]
+    return tl.exp(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
 
 
 @jit
@@ -143,10 +192,7 @@ def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.cons
 
 # Grid [chunks, H, B].
 @jit
-def _solve_chunk(
-    q, k, v, g, beta, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
-):
-    SHARING: tl.constexpr = s.heads // s.key_heads
+def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr):
     CK: tl.constexpr = s.key_dim
     CV: tl.constexpr = s.value_dim
     T: tl.constexpr = s.rows
@@ -156,34 +202,51 @@ def _solve_chunk(
     rows = chunk * T + i
     is_real, row, column = rows < Q, i[:, None], i[None, :]
     gates = (sequence * Q + rows) * s.heads + head
-    g = tl.load(g + gates, mask=is_real, other=0.0)
-    beta = tl.load(beta + gates, mask=is_real, other=0.0)
-    total = tl.cumsum(g, 0)
-    between = total[:, None] - total[None, :]
-    decay = tl.exp(tl.where(row >= column, between, float("-inf")))
-    key = sequence * QK_BATCH + (head // SHARING) * CK
+    beta = tl.load(tokens.beta + gates, mask=is_real, other=0.0)
     place = ((sequence * s.heads + head) * chunks + chunk) * T + row
-    queries, q_scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
-    tokens, k_scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
-    decay *= k_scale[None, :]
-    products = tl.dot(queries, tl.trans(tokens), input_precision=PRECISION) * decay
-    tl.store(systems.scores + place * T + column, products * (q_scale * CK**-0.5)[:, None])
-    products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION) * decay
-    system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
-    inverse = _invert_unit_lower(system, T, PRECISION)
-    right = inverse * (beta * tl.exp(total) * k_scale)[None, :]
-    k += key + rows[:, None] * QK_TOKEN
-    _store_solved(right, k, systems.solved_keys + place * CK, is_real, CK, PRECISION)
+    if s.channel_decay:
+        products = tl.load(systems.decayed.products + (place * T + column))
+        inverse = _invert_unit_lower(beta[:, None] * products, T, PRECISION)
+        right, keys, is_kept = inverse * beta[None, :], systems.decayed.begun + place * CK, i < T
+    else:
+        total = tl.cumsum(tl.load(tokens.g + gates, mask=is_real, other=0.0), 0)
+        key = sequence * QK_BATCH + (head // s.sharing) * CK
+        queries, q_scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
+        x, k_scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+        decay = _decay_between(total) * k_scale[None, :]
+        products = tl.dot(queries, tl.trans(x), input_precision=PRECISION) * decay
+        products *= (q_scale * s.query_scale)[:, None]
+        tl.store(systems.scores + place * T + column, products)
+        products = tl.dot(x, tl.trans(x), input_precision=PRECISION) * decay
+        system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
+        inverse = _invert_unit_lower(system, T, PRECISION)
+        right, is_kept = inverse * (beta * tl.exp(total) * k_scale)[None, :], is_real
+        keys = tokens.k + key + rows[:, None] * QK_TOKEN
+    _store_solved(right, keys, systems.solved_keys + place * CK, is_kept, CK, PRECISION)
     right = inverse * beta[None, :]
-    v += sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
+    v = tokens.v + sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
     _store_solved(right, v, systems.solved_values + place * CV, is_real, CV, PRECISION)
 
 
-# Grid [Cv / COLUMNS, H, B]. The state stays in registers from the first chunk to the last.
 @jit
-def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: tl.constexpr):
+def _take_in(state, written, correction, remains, s: tl.constexpr):
+    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T]."""
+    if s.is_delta:
+        # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
+        change = tl.zeros([s.columns, s.key_dim], tl.float32)
+        change = _dot(tl.trans(correction), written, change, "tf32x3")
+        return state * remains + tl.trans(change)
+    else:
+        change = tl.zeros([s.key_dim, s.columns], tl.float32)
+        return state * remains + _dot(written, correction, change, "tf32x3")
+
+
+# Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
+@jit
+def _scan_chunks(
+    tokens, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
+):
     H: tl.constexpr = s.heads
-    SHARING: tl.constexpr = s.heads // s.key_heads
     CK: tl.constexpr = s.key_dim
     CV: tl.constexpr = s.value_dim
     T: tl.constexpr = s.rows
@@ -192,35 +255,75 @@ def _scan_chunks(q, k, g, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, s: 
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
     chunks = (Q + T - 1) // T
-    state_offsets = ((sequence * H + head) * CK + c[:, None]) * CV + columns
+    state_offsets = c[:, None] * s.channel_step + columns * s.column_step
+    state_offsets += (sequence * H + head) * CK * CV
     state = tl.load(state + state_offsets)
-    key = sequence * QK_BATCH + (head // SHARING) * CK
+    key = sequence * QK_BATCH + (head // s.sharing) * CK
     place = (sequence * H + head) * chunks * T + i[:, None]
-    values = systems.solved_values + (place * CV + columns)
-    keys = systems.solved_keys + (place * CK + c[None, :])
-    scores = systems.scores + (place * T + i[None, :])
+    if s.is_delta:
+        values = systems.solved_values + (place * CV + columns)
+        keys = systems.solved_keys + (place * CK + c[None, :])
+        scores = systems.scores + (place * T + i[None, :])
+    else:
+        skip = tl.load(tokens.skip + head).to(tl.float32)
+        turned_keys = tokens.k + (sequence * s.key_heads + head // s.sharing) * CK * chunks * T
+    if s.channel_decay:
+        queries_at = systems.decayed.queries + (place * CK + c[None, :])
+        chunk_at = (sequence * H + head) * chunks * CK + c[:, None]
+        kept, turned = systems.decayed.kept + chunk_at, chunk_at * T + i[None, :]
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
-        gates = tl.load(g + (sequence * Q + rows) * H + head, mask=is_real, other=0.0)
-        total, whole = tl.cumsum(gates, 0), tl.sum(gates, 0)
-        correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
-        queries, scale = _load_tokens(q + key, rows, QK_TOKEN, is_real, CK)
-        y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
-        y *= (scale * tl.exp(total) * CK**-0.5)[:, None]
-        y = tl.dot(tl.load(scores), correction, y, input_precision=s.precision)
+        gates = (sequence * Q + rows) * H + head
+        if not s.channel_decay:
+            g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
+            total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+        if s.is_delta:
+            correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
+        if s.channel_decay:
+            y = tl.zeros([T, COLUMNS], tl.float32)
+            y = _dot(tl.load(queries_at), state, y, s.precision)
+        else:
+            queries, scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
+            y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
+            y *= (scale * tl.exp(total) * s.query_scale)[:, None]
+        if s.is_delta:
+            products = tl.load(scores)
+        else:
+            written = tl.load(turned_keys + (c[:, None] * (chunks * T) + rows[None, :]))
+            products = tl.dot(queries, written, input_precision=s.precision)
+            products *= _decay_between(total)
+            x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV + columns
+            x = tl.load(x, mask=is_real[:, None], other=0.0).to(tl.float32)
+            y += skip * x
+            correction = x * tl.load(tokens.beta + gates, mask=is_real, other=0.0)[:, None]
+        y = tl.dot(products, correction, y, input_precision=s.precision)
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
-        written, scale = _load_tokens(k + key, rows, QK_TOKEN, is_real, CK)
-        correction *= (scale * tl.exp(whole - total))[:, None]
-        # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
-        change = tl.zeros([COLUMNS, CK], tl.float32)
-        change = _dot(tl.trans(correction), written, change, "tf32x3")
-        state = state * tl.exp(whole) + tl.trans(change)
-        values += T * CV
-        keys += T * CK
-        scores += T * T
+        if s.channel_decay:
+            change = tl.zeros([CK, COLUMNS], tl.float32)
+            if systems.decayed.rest is not None:
+                rest = tl.load(systems.decayed.rest + turned)
+                change = tl.dot(rest, correction.to(tl.bfloat16), change)
+            written = tl.load(systems.decayed.keys + turned)
+            change = _dot(written, correction, change, "tf32x3")
+            state = state * tl.load(kept) + change
+            queries_at += T * CK
+            turned += T * CK
+            kept += CK
+        else:
+            if s.is_delta:
+                written, scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+            correction *= (scale * tl.exp(whole - total))[:, None]
+            state = _take_in(state, written, correction, tl.exp(whole), s)
+        if s.is_delta:
+            values += T * CV
+            keys += T * CK
+            scores += T * T
     tl.store(final + state_offsets, state)
+
+
+# Launches -----------------------------------------------------------------------------------------
 
 
 @custom_op("moe_fast::gated_delta_chunk")
@@ -232,8 +335,7 @@ def gated_delta_chunk(
     A custom operator, so that Dynamo does not specialize on the number of tokens.
     """
     arguments = q, k, v, g, beta, state
-    one_decay = g.dim() == beta.dim()  # a head; the kernels have no decay for each channel
-    if one_decay and can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
         return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
     return chunk_in_torch(*arguments)
 
@@ -245,160 +347,89 @@ def _(
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
+@custom_op("moe_fast::state_space_chunk")
+def state_space_chunk(
+    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`ssm_chunk` by a kernel where it runs: a custom operator, as `gated_delta_chunk`."""
+    arguments = x, b, c, dt, g, skip, state
+    if can_launch(x) and fit_tiles(b.shape[-1], x.shape[-1]):
+        return try_kernels("state space", launch_ssm_chunk, ssm_chunk, *arguments)
+    return ssm_chunk(*arguments)
+
+
+@state_space_chunk.register_fake
+def _(
+    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return state.new_empty(x.shape), state.new_empty(state.shape)
+
+
 def launch_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunk_in_torch` by two kernels."""
-    (B, Q, K, CK), (H, CV) = q.shape, v.shape[-2:]
+    return _launch_chunks(Tokens(q, k, v, g, beta), state, v.new_empty(v.shape))
+
+
+def launch_ssm_chunk(
+    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `ssm_chunk` by one kernel."""
+    return _launch_chunks(Tokens(c, b, x, g, dt, skip), state, state.new_empty(x.shape))
+
+
+def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out, which this fills, and the state after all tokens. Raises ValueError."""
+    q, k, v, g, beta, skip = tokens
+    (B, Q, K, CK), (H, CV), is_delta = q.shape, v.shape[-2:], skip is None
     check_shapes(
         k=(k, q.shape),
-        g=(g, (B, Q, H)),
+        g=(g, (B, Q, H) if g.dim() == beta.dim() else (B, Q, H, CK)),
         beta=(beta, (B, Q, H)),
-        state=(state, (B, H, CK, CV)),
+        state=(state, (B, H, CK, CV) if is_delta else (B, H, CV, CK)),
     )
     q, k, v = (x if _has_whole_tokens(x) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
-    g, beta = g.float().contiguous(), beta.float().contiguous()
-    out, final = v.new_empty(v.shape), state.new_empty(state.shape)
-    state = state.contiguous()
-    token = Q, q.stride(0), q.stride(1)
-    layer = PromptSettings(H, K, CK, CV, columns=min(COLUMNS, CV), precision=PRECISION)
+    final, state = state.new_empty(state.shape), state.contiguous()
+    tokens = Tokens(q, k, v, g.float().contiguous(), beta.float().contiguous(), skip)
+    kinds = is_delta, g.dim() > beta.dim()
+    layer = RuleSettings(H, K, CK, CV, min(COLUMNS, CV), PRECISION, 1, *kinds)
+    sizes = Q, *q.stride()[:2], *v.stride()[:2]
     most = max(16, min(CHUNK, triton.next_power_of_2(Q)))
     chunks = (T for T in (64, 32, 16) if most >= T)
     candidates = ((replace(layer, rows=T), dict(warps=4, stages=2)) for T in chunks)
     # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
-    example = q, k, g, Systems(state, state, state), state, out, final, *token
-    s, options = fit(_scan_chunks, candidates, *example)
-    assert isinstance(s, PromptSettings)
-    T, count = s.rows, triton.cdiv(Q, s.rows)
-    systems = Systems(*(state.new_empty(B, H, count, T, C) for C in (CV, CK, T)))
-    tensors = q, k, v, g, beta, systems, *token, v.stride(0), v.stride(1)
-    launch(_solve_chunk, (count, H, B), *tensors, settings=s)
-    tensors = q, k, g, systems, state, out, final, *token
-    launch(_scan_chunks, (CV // s.columns, H, B), *tensors, settings=s, **options)
+    parts = (q, q) if q.dtype == torch.bfloat16 else (state, None)
+    decayed = Decayed(state, q, state, *parts, state) if layer.channel_decay else None
+    systems = Systems(state, state, state, decayed) if is_delta else None
+    s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
+    assert isinstance(s, RuleSettings)
+    if systems:
+        systems = _solve_chunks(tokens, state, sizes, s)
+    else:
+        tokens = tokens._replace(k=F.pad(k.permute(0, 2, 3, 1), (0, -Q % s.rows)).contiguous())
+    grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)
+    launch(_scan_chunks, grid, *tensors, *sizes, settings=s, **options)
     return out, final
+
+
+def _solve_chunks(
+    tokens: Tokens, state: Tensor, sizes: tuple[int, ...], s: RuleSettings
+) -> Systems:
+    B, H, grid = len(state), s.heads, (triton.cdiv(sizes[0], s.rows), s.heads, len(state))
+    values, keys, scores = (
+        state.new_empty(B, H, grid[0], s.rows, C) for C in (s.value_dim, s.key_dim, s.rows)
+    )
+    systems = Systems(values, keys, scores)
+    if s.channel_decay:
+        decayed = decay_channels(tokens, scores, keys, sizes[:3], s)
+        systems = systems._replace(decayed=decayed)
+    launch(_solve_chunk, grid, tokens, systems, *sizes, settings=s)
+    return systems
 
 
 def _has_whole_tokens(x: Tensor) -> bool:
     """Whether the heads of each token of x [B, Q, heads, C] follow each other in memory."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]
-
-
-# Around the rule, in eager prompts ----------------------------------------------------------------
-
-
-def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arguments):
-    """Return launch(x, *arguments) where x is on a GPU and each operation would be a kernel."""
-    if can_launch(x) and not torch.compiler.is_compiling():
-        return try_kernels(name, launch, plain, x, *arguments)
-    return plain(x, *arguments)
-
-
-# Grid [N / columns, Q / rows, B].
-@jit
-def _convolve_prompt(x, window, weight, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
-    N: tl.constexpr = s.channels
-    W: tl.constexpr = s.width
-    channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)[None, :]
-    token = tl.program_id(1) * s.rows + tl.arange(0, s.rows)[:, None]
-    sequence, exists = tl.program_id(2).to(tl.int64), (channel < N) & (token < Q)
-    x += sequence * X_BATCH + channel
-    window += sequence * (W - 1) * N + channel
-    total = tl.zeros([s.rows, s.columns], tl.float32)
-    for n in tl.static_range(W):
-        source = token + n - (W - 1)
-        given = tl.load(x + source * X_TOKEN, mask=exists & (source >= 0), other=0.0)
-        past = tl.load(window + (token + n) * N, mask=exists & (source < 0), other=0.0)
-        factor = tl.load(weight + channel * W + n, mask=channel < N, other=0.0).to(tl.float32)
-        total += (given.to(tl.float32) + past.to(tl.float32)) * factor
-    y += (sequence * Q + token) * N + channel
-    tl.store(y, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=exists)
-
-
-def causal_conv_silu(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
-    """`conv_silu_in_torch`, by one kernel in eager code on a GPU."""
-    functions = launch_convolution, conv_silu_in_torch
-    return _in_eager_code("convolution", *functions, x, window, weight)
-
-
-def launch_convolution(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
-    (B, Q, N), W = x.shape, weight.shape[1]
-    check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
-    x = x if x.stride(2) == 1 else x.contiguous()
-    y, s = x.new_empty(B, Q, N), PromptSettings(channels=N, width=W, rows=16, columns=256)
-    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
-    tensors = x, window.contiguous(), weight, y
-    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s)
-    return y
-
-
-# Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads.
-@jit
-def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
-    CV: tl.constexpr = s.value_dim
-    row = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)[:, None]
-    c, exists = tl.arange(0, CV)[None, :], row < COUNT
-    numbers = tl.load(x + row * CV + c, mask=exists, other=0.0).to(tl.float32)
-    gate += row // s.heads * GATE_TOKEN + row % s.heads * CV + c
-    gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / CV + s.eps)
-    factor = tl.load(weight + c).to(tl.float32)
-    if s.is_silu:
-        factor *= gates
-    numbers *= factor * tl.sigmoid(gates)
-    tl.store(y + row * CV + c, numbers.to(y.dtype.element_ty), mask=exists)
-
-
-def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
-) -> Tensor:
-    """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
-    arguments = x, gate, weight, eps, activation
-    if x.dim() != 4 or not fit_tiles(x.shape[-1]):
-        return norm_in_torch(*arguments)
-    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, *arguments)
-
-
-def launch_norm_heads(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
-) -> Tensor:
-    B, Q, H, CV = x.shape
-    check_shapes(gate=(gate, x.shape), weight=(weight, (CV,)))
-    gate = with_even_rows(gate.flatten(2))
-    y, count = x.new_empty(x.shape), B * Q * H
-    s = PromptSettings(H, value_dim=CV, eps=eps, rows=8, is_silu=activation == "silu")
-    tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
-    launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
-    return y
-
-
-# Grid [COUNT / rows]: a program has some of the COUNT = B Q H numbers of g and of beta.
-@jit
-def _compute_gates(ba, a_log, dt_bias, g, beta, COUNT, TOKEN, s: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)
-    exists, head = at < COUNT, at % s.heads
-    ba += at // s.heads * TOKEN + head
-    tl.store(beta + at, tl.sigmoid(tl.load(ba, mask=exists, other=0.0).to(tl.float32)), mask=exists)
-    a = tl.load(ba + s.heads, mask=exists, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    a = softplus(a + tl.load(dt_bias + head).to(tl.float32))
-    tl.store(g + at, -rate * a, mask=exists)
-
-
-def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """`gates_in_torch`, by one kernel in eager code on a GPU, if a head has one decay."""
-    if len(dt_bias) > len(a_log):
-        return gates_in_torch(ba, a_log, dt_bias)
-    return _in_eager_code("delta gates", launch_gates, gates_in_torch, ba, a_log, dt_bias)
-
-
-def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    (B, Q, _), H = ba.shape, len(a_log)
-    check_shapes(ba=(ba, (B, Q, 2 * H)), dt_bias=(dt_bias, (H,)))
-    ba = with_even_rows(ba)
-    g, beta = (ba.new_empty(B, Q, H, dtype=torch.float32) for _ in range(2))
-    s, count = PromptSettings(H, rows=1024), B * Q * H
-    grid = (triton.cdiv(count, s.rows),)
-    launch(_compute_gates, grid, ba, a_log, dt_bias, g, beta, count, ba.stride(1), settings=s)
-    return g, beta

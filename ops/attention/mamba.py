@@ -6,7 +6,8 @@ A program has some rows of a head's state, so that there are many programs. The 
 heads of a group: the last program of a group to end normalizes what all of them have read. A second
 kernel would cost at least 1.6 us a layer on an H200.
 
-Several tokens are pending after their call, as in ops/attention/delta.py. Prompts run in PyTorch.
+Several tokens are pending after their call, as in ops/attention/delta.py. Prompts:
+ops/attention/delta_prompt.py.
 
 Formulas, letters and the reference: ops/plain/mamba2.py. C channels of the convolution: x [H P],
 then B and C [G N] each; W its width; T tokens, of which a sequence's first `last` + 1 are real; M

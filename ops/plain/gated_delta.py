@@ -8,8 +8,8 @@ returns for the key k moves towards the value v by the share beta (equation 10):
 g is one number a head, or one for each of its Ck channels, which are rows of S (Kimi Delta
 Attention; Kimi Team 2025, Kimi Linear, section 3).
 
-These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens) and
-ops/attention/delta_prompt.py (prompts). `gated_delta_step` computes one token,
+These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens), of
+ops/attention/delta_prompt.py and what it names (prompts). `gated_delta_step` computes one token,
 `gated_delta_recurrent` tokens one by one, `chunk_in_torch` a prompt by batched products.
 
 Letters: B sequences, Q tokens, K key heads, H value heads, Ck and Cv their sizes, N channels of the

@@ -8,7 +8,8 @@ dt = softplus(dt + bias) > 0 and A = -exp(a_log) < 0. B and C are those of the h
 and queries. There is no lower limit of dt, as in the models' own step; transformers has one
 (`time_step_min`) in prompts alone.
 
-These functions are the reference for the kernel of ops/attention/mamba.py. `ssm_step` computes one
+These functions are the reference for the kernels of ops/attention/mamba.py (up to 16 tokens) and
+ops/attention/delta_prompt.py (prompts). `ssm_step` computes one
 token, `ssm_chunk` a prompt by batched products.
 
 Letters: B sequences, Q tokens, H heads of P numbers, G groups, N numbers of a state's row.
@@ -71,7 +72,7 @@ def ssm_chunk(
         state = state * end[n].exp() + gained[n]
     y = scores @ added + (c @ torch.stack(begins).mT) * total.exp()
     y = y.permute(1, 0, 3, 2, 4).reshape(B, -1, H, P)[:, :Q]
-    return y + x * skip.float().unsqueeze(-1), state
+    return (y + x * skip.float().unsqueeze(-1)).contiguous(), state
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:

@@ -1,0 +1,210 @@
+"""What surrounds the recurrences of ops/attention/delta_prompt.py: convolution, gates, gated norms.
+
+Each is one kernel in eager code; in compiled code Inductor makes kernels of the plain forms. These
+stand in ops/plain/gated_delta.py and ops/plain/mamba2.py, with formulas and letters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.attention.delta_state import fit_tiles, softplus, with_even_rows
+from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
+from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates, norm_in_torch
+from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
+from ops.plain.mamba2 import time_steps
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """Sizes that a kernel asks for, and how many of them a program has: s."""
+
+    rows: int  # a program computes: tokens, heads or gates
+    columns: int = 1  # channels that it convolves
+    parts: int = 4  # times `rows` tokens share the convolution's weights in a program
+    channels: int = 1  # N
+    width: int = 1  # W
+    heads: int = 1  # a token has; the norm of groups: its groups
+    gates: int = 1  # numbers of g of a token
+    shares: int = 0  # numbers b of a token, before those that give g
+    head_dim: int = 1  # numbers that are normalized together
+    eps: float = 0.0
+    is_silu: bool = True  # the gate's activation; else sigmoid
+    gates_first: bool = False  # the norm is of gated numbers, and each head has weights of its own
+
+    @property
+    def padded(self) -> int:
+        return triton.next_power_of_2(self.head_dim)
+
+
+def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arguments):
+    """Return launch(x, *arguments) where x is on a GPU and each operation would be a kernel."""
+    if can_launch(x) and not torch.compiler.is_compiling():
+        return try_kernels(name, launch, plain, x, *arguments)
+    return plain(x, *arguments)
+
+
+# Grid [N / columns, Q / (parts rows), B].
+@jit
+def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
+    N: tl.constexpr = s.channels
+    W: tl.constexpr = s.width
+    channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)[None, :]
+    sequence, is_channel, taps = tl.program_id(2).to(tl.int64), channel < N, ()
+    x += sequence * X_BATCH + channel
+    window += sequence * (W - 1) * N + channel
+    y += sequence * Q * N + channel
+    for n in tl.static_range(W):
+        tap = tl.load(weight + channel * W + n, mask=is_channel, other=0.0)
+        taps = taps + (tap.to(tl.float32),)
+    start = tl.zeros([s.rows, s.columns], tl.float32)
+    if bias is not None:
+        start += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    for part in range(s.parts):
+        first = (tl.program_id(1) * s.parts + part) * s.rows
+        token, total = first + tl.arange(0, s.rows)[:, None], start
+        exists = is_channel & (token < Q)
+        for n in tl.static_range(W):
+            source = token + n - (W - 1)
+            given = tl.load(x + source * X_TOKEN, mask=exists & (source >= 0), other=0.0)
+            given = given.to(tl.float32)
+            if first < W - 1:
+                past = tl.load(window + (token + n) * N, mask=exists & (source < 0), other=0.0)
+                given += past.to(tl.float32)
+            total += given * taps[n]
+        tl.store(y + token * N, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=exists)
+
+
+def causal_conv_silu(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`conv_silu_in_torch`, by one kernel in eager code on a GPU."""
+    functions = launch_convolution, conv_silu_in_torch
+    return _in_eager_code("convolution", *functions, x, window, weight, bias)
+
+
+def launch_convolution(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    (B, Q, N), W = x.shape, weight.shape[1]
+    check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
+    x = x if x.stride(2) == 1 else x.contiguous()
+    y, s = x.new_empty(B, Q, N), PartSettings(16, 256, channels=N, width=W)
+    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.parts * s.rows), B
+    tensors = x, window.contiguous(), weight, bias, y
+    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s)
+    return y
+
+
+# Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads.
+@jit
+def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
+    DIM: tl.constexpr = s.head_dim
+    row = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)[:, None]
+    c, exists = tl.arange(0, s.padded)[None, :], row < COUNT
+    if s.padded > DIM:
+        exists = exists & (c < DIM)
+    numbers = tl.load(x + row * DIM + c, mask=exists, other=0.0).to(tl.float32)
+    gate += row // s.heads * GATE_TOKEN + row % s.heads * DIM + c
+    gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
+    if s.gates_first:
+        numbers *= gates * tl.sigmoid(gates)
+    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / DIM + s.eps)
+    if s.gates_first:
+        factor = tl.load(weight + row % s.heads * DIM + c, mask=exists, other=0.0)
+        numbers *= factor.to(tl.float32)
+    else:
+        factor = tl.load(weight + c).to(tl.float32)
+        if s.is_silu:
+            factor *= gates
+        numbers *= factor * tl.sigmoid(gates)
+    tl.store(y + row * DIM + c, numbers.to(y.dtype.element_ty), mask=exists)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
+    """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
+    arguments = x, gate, weight, eps, activation
+    if x.dim() != 4 or not fit_tiles(x.shape[-1]):
+        return norm_in_torch(*arguments)
+    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, *arguments)
+
+
+def launch_norm_heads(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
+    check_shapes(gate=(gate, x.shape), weight=(weight, x.shape[3:]))
+    H, C = x.shape[2:]
+    s = PartSettings(8, heads=H, head_dim=C, eps=eps, is_silu=activation == "silu")
+    return _launch_norm(x, gate.flatten(2), weight, x.new_empty(x.shape), s)
+
+
+def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """`ops.plain.mamba2.gated_group_norm`, by one kernel in eager code, for y [B, Q, H P]."""
+    functions = launch_group_norm, group_norm_in_torch
+    return _in_eager_code("norm of groups", *functions, y, gate, weight, groups, eps)
+
+
+def launch_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    check_shapes(gate=(gate, y.shape), weight=(weight, y.shape[2:]))
+    dim = y.shape[2] // groups
+    rows = max(1, 1024 // triton.next_power_of_2(dim))
+    s = PartSettings(rows, heads=groups, head_dim=dim, eps=eps, gates_first=True)
+    return _launch_norm(y, gate, weight, gate.new_empty(gate.shape), s)
+
+
+def _launch_norm(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, s: PartSettings) -> Tensor:
+    gate, count = with_even_rows(gate), x.numel() // s.head_dim
+    tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
+    launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
+    return y
+
+
+# Grid [COUNT / rows]: a program has some of the COUNT numbers of g, and their heads' numbers.
+@jit
+def _compute_gates(ba, a_log, dt_bias, real, g, beta, COUNT, TOKEN, s: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)
+    exists, token, number = at < COUNT, at // s.gates, at % s.gates
+    head = number // (s.gates // s.heads)
+    is_real = tl.load(real + token, mask=exists, other=0) != 0
+    ba += token * TOKEN
+    a = tl.load(ba + s.shares + number, mask=exists, other=0.0).to(tl.float32)
+    step = softplus(a + tl.load(dt_bias + number).to(tl.float32))
+    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    tl.store(g + at, tl.where(is_real, -rate * step, 0.0), mask=exists)
+    is_first = exists & (number % (s.gates // s.heads) == 0)
+    if s.shares > 0:
+        step = tl.sigmoid(tl.load(ba + head, mask=is_first, other=0.0).to(tl.float32))
+    tl.store(beta + token * s.heads + head, tl.where(is_real, step, 0.0), mask=is_first)
+
+
+def masked_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return g and beta of `gates_in_torch`, with 0 for tokens that are not real [B, Q, 1].
+
+    Such tokens change no state. ba may be the dt [B, Q, H] of Mamba-2: then beta is the step sizes
+    of `time_steps`. By one kernel in eager code on a GPU.
+    """
+    return _in_eager_code("gates", launch_gates, _gates_in_torch, ba, a_log, dt_bias, real)
+
+
+def _gates_in_torch(
+    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    if ba.shape[-1] > len(dt_bias):
+        return mask_gates(*gates_in_torch(ba, a_log, dt_bias), real)
+    steps, g = time_steps(ba, a_log, dt_bias)
+    return mask_gates(g, steps, real)
+
+
+def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    (B, Q, numbers), H, G = ba.shape, len(a_log), len(dt_bias)
+    check_shapes(ba=(ba, (B, Q, G if numbers == G else H + G)), real=(real, (B, Q, 1)))
+    ba, real = with_even_rows(ba), real.contiguous()
+    g, beta = (ba.new_empty(B, Q, C, dtype=torch.float32) for C in (G, H))
+    s, count = PartSettings(1024, heads=H, gates=G, shares=numbers - G), B * Q * G
+    tensors, grid = (ba, a_log, dt_bias, real, g, beta), (triton.cdiv(count, s.rows),)
+    launch(_compute_gates, grid, *tensors, count, ba.stride(1), settings=s)
+    return (g if G == H else g.unflatten(2, (H, -1))), beta
