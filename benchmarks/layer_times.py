@@ -3,6 +3,7 @@
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 gpt-oss-20b:mxfp4:8
     python benchmarks/layer_times.py gpt-oss-20b:mxfp4:8 --down 8,128,1,4,stay 4,128,3,4
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 1 2 4 8 16 --forms
+    python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 8 --few 16,8,0,0 32,4,0,1
     torchrun --standalone --nproc_per_node=2 benchmarks/layer_times.py Qwen3-30B-A3B:bf16:8
 
 A case is a model, its number format, and how many of its layers to build. Random weights. All
@@ -13,14 +14,17 @@ the same, but for the rounding of what has changed.
 
 --tokens counts several tokens of one sequence: the time beside that of one token, the distinct
 experts and bytes of a layer, and the head's time. --forms also runs experts pair by pair and in
-tiles, and dense products in registers and on tensor cores, whatever would be chosen.
+tiles, dense products in registers and on tensor cores, and what else FORMS has, whatever would be
+chosen; or those forms that it names.
 
---down tries tilings of the experts' down product: rows, lanes, chunks in flight, warps, and `stay`.
+--down and --gate_up try tilings of the experts' products: rows, lanes, chunks in flight, warps,
+most registers, and `stay`. --few tries tilings of each product of several tokens on tensor cores:
+rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens.
 """
 
 import argparse
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -28,10 +32,14 @@ import torch
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
-from benchmarks.fused_decode import Layers, Tuning, load_layers
+from benchmarks.fused_decode import Layers, Product, Tuning, load_layers
 from cli.parser import Parser
-from ops.products import dense, experts, pipeline
+from ops.products import dense, expert_tiles, experts, few_tokens, join, pipeline
+from ops.products.expert_tiles import choose_few
+from ops.products.few_tokens import FewTiles, choose_few_tiles
+from ops.products.join import Join
 from ops.products.tilings import Tiles
+from ops.products.weights import BITS, Weight
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
@@ -46,15 +54,25 @@ def read_case(text: str) -> tuple[str, str, int]:
     return parts[0], parts[1], int(parts[2])
 
 
+def read_few(text: str) -> FewTiles:
+    """Read ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]. Raises ArgumentTypeError."""
+    parts = text.split(",")
+    if len(parts) not in (4, 5) or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]")
+    rows, warps, depth, x_depth, tokens = map(int, [*parts, few_tokens.BLOCK][:5])
+    return FewTiles(rows, warps, depth, tokens, x_depth)
+
+
 def read_tiles(text: str) -> Tiles:
-    """Read ROWS,LANES,CHUNKS,WARPS, or the same with ",stay". Raises ArgumentTypeError."""
+    """Read ROWS,LANES,CHUNKS,WARPS[,REGISTERS][,stay]. Raises ArgumentTypeError."""
     numbers, _, stay = text.partition(",stay")
     parts = numbers.split(",")
-    if stay or len(parts) != 4 or not all(part.isdecimal() for part in parts):
+    if stay or len(parts) not in (4, 5) or not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not ROWS,LANES,CHUNKS,WARPS or the same with ,stay"
+            f"{text!r} is not ROWS,LANES,CHUNKS,WARPS[,REGISTERS][,stay]"
         )
-    return Tiles(*map(int, parts), stay=text.endswith(",stay"))
+    rows, lanes, depth, warps, registers = map(int, [*parts, "0"][:5])
+    return Tiles(rows, lanes, depth, warps, text.endswith(",stay"), registers)
 
 
 def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.Namespace) -> None:
@@ -68,39 +86,69 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
         first, second = layers.microseconds(), layers.microseconds()
         if main:
             print(f"{arch:18} {mode:6} {first:7.2f} {second:7.2f} us, norm {norm:.5f}", flush=True)
-        downs = [
-            product
-            for product, weight in tuning.seen.items()
-            if weight.parts[0].dim() == 3 and product[3] == 1
-        ]
         for tiles in tilings:
-            tuning.chosen = dict.fromkeys(downs, tiles)
+            tuning.chosen = dict.fromkeys(expert_products(tuning, 1), tiles)
             us = layers.microseconds()
             if main:
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
 
 
-# Most pairs for each distinct expert, and most tokens of a dense product in registers.
-FORMS: dict[str, tuple] = {
+def expert_products(tuning: Tuning, loads: int) -> list[Product]:
+    """Return the products of experts that were seen. loads: 2 of gate and up, 1 of down."""
+    seen = tuning.seen.items()
+    return [product for product, w in seen if w.parts[0].dim() == 3 and product[3] == loads]
+
+
+def in_registers(tokens: int) -> tuple:
+    """Return what forces dense products of up to this many tokens into registers."""
+    return dense, "IN_REGISTERS", dict.fromkeys(dense.IN_REGISTERS, tokens)
+
+
+def always_quantizes(weight: Weight, *_) -> bool:
+    return BITS[weight.kind] == 4
+
+
+# What replaces attributes of modules.
+FORMS: dict[str, tuple[tuple, ...]] = {
     "chosen": (),
-    "pairs": (99, None),
-    "tiles": (0, None),
-    "registers 2": (None, 2),
-    "registers 4": (None, 4),
-    "tensor cores": (None, 0),
+    "pairs": ((experts, "pair_ratio", lambda *_: 99),),
+    "tiles": ((experts, "pair_ratio", lambda *_: 0),),
+    "registers 2": (in_registers(2),),
+    "registers 4": (in_registers(4),),
+    "tensor cores": (in_registers(0),),
+    "all programs search": ((experts, "RESIDENT", 1 << 30),),
+    "norm waits": ((join, "Join", lambda *args, early=False, **rest: Join(*args, **rest)),),
+    "x quantized": ((experts, "quantizes_first", always_quantizes),),
+    "x not quantized": ((experts, "quantizes_first", lambda *_: False),),
 }
 
 
 @contextmanager
-def forced(ratio: float | None = None, registers: int | None = None) -> Iterator[None]:
-    """Choose forms by other limits: `experts.PAIR_RATIO` and `dense.IN_REGISTERS`."""
+def forced(replaced: Iterable[tuple]) -> Iterator[None]:
+    """Replace attributes of modules: rows of FORMS."""
     with ExitStack() as stack:
-        if ratio is not None:
-            stack.enter_context(mock.patch.object(experts, "PAIR_RATIO", ratio))
-        if registers is not None:
-            every = dict.fromkeys(dense.IN_REGISTERS, registers)
-            stack.enter_context(mock.patch.object(dense, "IN_REGISTERS", every))
+        for each in replaced:
+            stack.enter_context(mock.patch.object(*each))
         yield
+
+
+class FewTuning:
+    """Tilings that replace those on tensor cores, by a weight's shape, and what was seen."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[tuple[int, int], FewTiles] = {}
+        self.seen: dict[tuple[int, int], FewTiles] = {}
+
+    def choose(self, weight: Weight, tokens: int = few_tokens.TILE) -> FewTiles:
+        return self.note(weight, choose_few_tiles(weight, tokens))
+
+    def choose_of_experts(self, weight: Weight, gated: bool, tile: int) -> FewTiles:
+        return self.note(weight, choose_few(weight, gated, tile))
+
+    def note(self, weight: Weight, default: FewTiles) -> FewTiles:
+        shape = weight.out, weight.width
+        self.seen[shape] = default
+        return self.chosen.get(shape, default)
 
 
 class Tokens:
@@ -116,7 +164,7 @@ class Tokens:
     def row(self, tokens: int, name: str) -> str:
         """Return the row of a form."""
         layers = Layers(self.model, self.runner, self.options.position, tokens)
-        layers.run()
+        norm = layers.run().float().norm().item()
         us, distinct = layers.microseconds(), layers.distinct_experts()
         self.one = self.one or us
         beside = stored_bytes(self.model.head)
@@ -126,7 +174,8 @@ class Tokens:
         row = (
             f"{self.arch} {self.mode} {tokens:3} tokens {us:7.2f} us a layer, {us / self.one:5.2f} "
             f"of one, {distinct:6.1f} experts {size / 1e6:7.2f} MB, "
-            f"{size / us * 1e6 / self.bandwidth:.2f} of bandwidth, head {head:7.1f} us, {name}"
+            f"{size / us * 1e6 / self.bandwidth:.2f} of bandwidth, head {head:7.1f} us, "
+            f"norm {norm:.5f}, {name}"
         )
         kernels = layers.kernels() if self.options.kernels and name == "chosen" else ()
         lines = (f"    {start:7.1f} {us:7.1f} us  {kernel}" for kernel, start, us in kernels)
@@ -144,15 +193,53 @@ class Tokens:
                 f"    {tokens} tokens, {row['product']}: {row['us']} us, {row['tiles']}", flush=True
             )
 
+    def try_given(self, tokens: int) -> None:
+        """Print us a layer with each tiling of --gate_up, --down and --few, one at a time."""
+        tuning, few, options = Tuning(), FewTuning(), self.options
+        replaced = (
+            (pipeline, "choose_tiles", tuning.choose),
+            (few_tokens, "choose_few_tiles", few.choose),
+            (expert_tiles, "choose_few", few.choose_of_experts),
+        )
+        with forced(replaced):
+            layers = Layers(self.model, self.runner, options.position, tokens)
+            layers.run()
+
+            def show(what: str) -> None:
+                try:
+                    us, norm = layers.microseconds(), layers.run().float().norm().item()
+                    us = f"{us:7.2f} us a layer, norm {norm:.5f}"
+                except RuntimeError as error:  # does not fit into registers or shared memory
+                    us = str(error)[:100]
+                print(f"    {tokens} tokens, {us}, {what}", flush=True)
+
+            show("chosen")
+            for name, loads, tilings in (
+                ("gate_up", 2, options.gate_up),
+                ("down", 1, options.down),
+            ):
+                for tiles in tilings:
+                    tuning.chosen = dict.fromkeys(expert_products(tuning, loads), tiles)
+                    show(f"{name} {tiles}")
+            tuning.chosen = {}
+            for shape, default in list(few.seen.items()):
+                for tiles in options.few:
+                    few.chosen = {shape: tiles}
+                    show(f"product {shape}: {tiles} (chosen: {default})")
+            few.chosen = {}
+            show("chosen")
+
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
         for tokens in self.options.tokens:
             if self.options.tune:
                 self.tune(tokens)
-            for name, limits in FORMS.items():
-                if name != "chosen" and (tokens == 1 or not self.options.forms):
-                    continue
-                with forced(*limits):
+            if tokens > 1 and (self.options.gate_up or self.options.down or self.options.few):
+                self.try_given(tokens)
+            forms = self.options.forms
+            names = FORMS if forms == [] else ["chosen", *(forms or ())]
+            for name in names if tokens > 1 else ["chosen"]:
+                with forced(FORMS[name]):
                     try:
                         print(self.row(tokens, name), flush=True)
                     except (RuntimeError, ValueError) as error:  # no such form for these tokens
@@ -171,11 +258,13 @@ def build_parser() -> Parser:
     add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
     add("--tokens", nargs="+", type=int, metavar="N", help="tokens of one sequence, 1 to 16")
-    add("--forms", action="store_true", help="also forms that would not be chosen")
+    add("--forms", nargs="*", choices=FORMS, metavar="FORM", help="also other forms: all, or these")
     add("--kernels", action="store_true", help="with --tokens, also the kernels of a layer")
     add("--tune", type=float, metavar="S", help="with --tokens, try tilings, S seconds a product")
-    tiles = "tilings of the experts' down product to try"
-    add("--down", nargs="+", type=read_tiles, default=[], metavar="TILING", help=tiles)
+    given = dict(nargs="+", default=[], metavar="TILING")
+    add("--down", type=read_tiles, help="tilings of the experts' down product to try", **given)
+    add("--gate_up", type=read_tiles, help="with --tokens, tilings of gate and up", **given)
+    add("--few", type=read_few, help="with --tokens, tilings of dense products", **given)
     return parser
 
 

@@ -292,11 +292,17 @@ def gpu_has_pdl(device: torch.device | None) -> bool:
 
 
 @jit
-def await_previous(PDL: tl.constexpr):
-    """With PDL wait until the previous kernel has ended, then let the next one start."""
+def await_previous(PDL: tl.constexpr, EARLY: tl.constexpr = False):
+    """With PDL wait until the previous kernel has ended, then let the next one start.
+
+    EARLY: let the next one start at once (ops/README.md).
+    """
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit

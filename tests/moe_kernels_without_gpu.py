@@ -359,9 +359,10 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, dtype=torch.float32)
     last = layer.last if case.tokens > 1 else None
-    found, indices, weights = moe_decode.gate_up(
-        layer.x, w13, scores, routing, **options, last=last
-    )
+    with mock.patch.object(moe_decode, "RESIDENT", 1 << 20):  # all programs search
+        found, indices, weights = moe_decode.gate_up(
+            layer.x, w13, scores, routing, **options, last=last
+        )
     if case.tokens > 1:
         same = route(scores, routing)
         assert torch.equal(indices, same[0]) and torch.equal(weights, same[1])
@@ -518,7 +519,7 @@ def layer_errors(
     """Compare layers of runtime/fused_layer.py with `Block.forward`, in fp16.
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
-    several tokens are computed in tiles, and pair by pair: ratios are values of `PAIR_RATIO`.
+    several tokens are computed in tiles, and pair by pair: ratios are results of `pair_ratio`.
     ranges, dense, changes: as of `small_model`.
     """
     model = small_model(family, format, batch, ranges, dense, **changes)
@@ -528,7 +529,7 @@ def layer_errors(
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
     found = []
     for ratio in ratios if batch * queries > 1 else ratios[:1]:
-        with mock.patch.object(moe_decode, "PAIR_RATIO", ratio):
+        with mock.patch.object(moe_decode, "pair_ratio", lambda *_, ratio=ratio: ratio):
             found += [block_error(block, torch.randn_like(x), context) for block in model.layers]
     return found
 

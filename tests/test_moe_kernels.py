@@ -29,7 +29,7 @@ CASES = (
     {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5, "tiles": STAYING},
 )
 FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call without real tokens
-    {"format": "int8", "tokens": 3, "biased": True, "scale": 0.5, "shared": 1, "gated": True},
+    {"format": "int8", "tokens": 3, "shared": 1, "gated": True, "tiles": {"warps": 1, "depth": 1}},
     {"format": "bf16", "tokens": 8, "sigmoid": True, "last": (0, -1, 0, 0, 0, 0, -1, 0)},
     {"format": "int4", "tokens": 8, "last": (4,), "fp32_norm": True},
     {"format": "mxfp4", "tokens": 4, "last": (0, 1), "biased": True, "shared": 1},

@@ -99,6 +99,7 @@ class Join:
     unscaled: bool = False  # scores are of the norm without its weight
     bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
+    early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
     branches: int = 1
@@ -183,7 +184,6 @@ def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l:
 # Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
 # [N / rows, T]: each program norms a whole token, and computes `rows` of its scores. So it needs no
 # other program's results.
-#
 # All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
@@ -237,7 +237,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             raw = load_quads(x, l)
     if added.memory is not None:
         call = load_call(added.calls)
-    await_previous(PDL)
+    await_previous(PDL, s.early)
     if added.memory is not None:
         if indices is not None:
             _clear_choice(indices, s)
@@ -407,10 +407,13 @@ def norm_router(
 def norm_tokens(
     x: Tensor, norm: Tensor | None, eps: float, added: Added = NOTHING, total: Tensor | None = None
 ) -> Tensor:
-    """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`."""
+    """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`.
+
+    With PDL, the next kernel starts at once: a product, which loads its weights meanwhile.
+    """
     normed, (T, D) = torch.empty_like(x), x.shape
     tensors = x, added, norm, None, Router(), Results(normed, total)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps), warps=8)
+    launch(join_tokens, (T,), *tensors, settings=Join(D, eps, early=True), warps=8)
     return normed
 
 

@@ -103,8 +103,11 @@ DEFAULTS = {
     **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
-# Of two tokens, and of more, whose x is quantized: then wide chunks do not spare work.
-SEVERAL = {"int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2))}
+# Of two tokens, and of more: many programs, for which narrow chunks are better. None: as for one.
+SEVERAL: dict[str, tuple[Tiles | None, Tiles]] = {
+    "int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2)),
+    "mxfp4": (None, Tiles(8, 64, 1, 2)),
+}
 
 
 def gpu_class(gpu: Gpu) -> str:
@@ -125,8 +128,9 @@ def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Til
     """
     # uint4 takes the registers of int4, not those of hqq with its steps of scales and zeros.
     kind = "int4" if weight.kind == "hqq" and len(weight.parts) == 3 else weight.kind
-    if tokens > 1 and kind in SEVERAL:
-        return SEVERAL[kind][min(tokens, 3) - 2]
+    several = SEVERAL[kind][min(tokens, 3) - 2] if tokens > 1 and kind in SEVERAL else None
+    if several is not None:
+        return several
     table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
