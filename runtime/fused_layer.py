@@ -278,8 +278,7 @@ class FusedExperts:
         Padding among several tokens has no experts: its x stays as it is, or has the shared
         expert's result.
         """
-        E = len(self.router.weight)
-        if not moe_decode.takes_pairs(E, self.routing, len(x), self.w13.kind):
+        if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x), self.w13.kind):
             return self.run_tiles(x, attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
