@@ -445,16 +445,6 @@ def why_not_fused_layer(fork) -> str:
     return str(error.value)
 
 
-def test_computed_tiles_of_8_bits_are_near_the_measured_ones():
-    """So that a width that no one has tuned is not far from its neighbors."""
-    same = []
-    for kind in ("int8", "fp8", "fp8b"):
-        for shape, measured in tilings.measured()["sm_90"][f"{kind} 1"].items():
-            each = tilings.DEFAULTS[kind, 1].tiles(int(shape.split("x")[1]))
-            same.append([each.rows, each.lanes, each.depth, each.warps] == measured[:4])
-    assert sum(same) > len(same) / 2
-
-
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_computed_tiles_of_gate_and_up_do_not_limit_registers_of_long_rows(name):
     """Three chunks of x and more, held at once, spilled with 128 registers (Kolibri 1, Gemma 4)."""

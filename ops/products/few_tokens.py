@@ -120,9 +120,10 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
+    small = weight.out < 64 * weight.multiprocessors
     if weight.fields >= 8:
-        return FewTiles(16, 4, 0, x_depth=1) if few else FewTiles(16, 4, 1)
-    if weight.kind == "bf16" and weight.out < 64 * weight.multiprocessors:
+        return FewTiles(16, 4, 0, x_depth=1) if small else FewTiles(16, 4, 1)
+    if weight.kind == "bf16" and small:
         return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
 

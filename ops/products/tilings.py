@@ -19,6 +19,7 @@ from ops.products.weights import GGUF, TWO_BITS, Weight
 
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
+LONG = 512  # quads of a row
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Default:
     depth: int  # most
     waste: int = 8  # a chunk of more lanes may waste this part of x: 1 / 8
     chunks: int = 2  # fewest of a row
+    long_rows: int = 0  # rows of a tile if x is longer than LONG; 0: the same
     stay: bool = False
     registers: int = 0  # of programs of one warp, which would start loads later with fewer
 
@@ -64,25 +66,25 @@ class Default:
         most = min(self.lanes, max(32, quads // self.chunks))
         fitting = (n for n in (256, 128, 64) if n <= most and -quads % n <= quads // self.waste)
         lanes = next(fitting, 32)
+        rows = self.long_rows if self.long_rows and quads > LONG else self.rows
         count = triton.cdiv(quads, lanes)
         depth = next(n for n in range(min(count, self.depth), 0, -1) if count % n == 0)
         # More chunks of x than two are held in more registers: the compiler's choice, no spills.
         registers = self.registers if lanes == 32 and count <= 2 else 0
-        return Tiles(self.rows, lanes, depth, lanes // 32, self.stay, registers)
+        return Tiles(rows, lanes, depth, lanes // 32, self.stay, registers)
 
 
 # By kind, and loads: 2 of gate and up, else 1. Gate and up load nothing before the kernel starts:
 # many small programs, which all load at once. In mxfp4 instructions bind, so that a program's
-# beginning counts. Rows and depth of 8 and 16 bits are those of nearly all measured tiles, whether
-# dense or of experts. Two scales a group (hqq), or the table of e2m1, take registers, too.
+# beginning counts. Two scales a group (hqq), or the table of e2m1, take registers, too.
 DEFAULTS = {
-    ("bf16", 1): Default(4, 256, 3),
+    ("bf16", 1): Default(8, 256, 3, long_rows=4),
     ("bf16", 2): Default(2, 128, 6, waste=3),
-    ("int8", 1): Default(4, 128, 6, waste=7, chunks=3),
+    ("int8", 1): Default(8, 128, 3, long_rows=4),
     ("int8", 2): Default(4, 32, 3),
-    ("fp8", 1): Default(4, 128, 6, waste=7, chunks=3),
+    ("fp8", 1): Default(8, 128, 3, long_rows=4),
     ("fp8", 2): Default(2, 128, 3, waste=3),
-    ("fp8b", 1): Default(4, 128, 6, waste=7, chunks=3),
+    ("fp8b", 1): Default(8, 128, 3, long_rows=4),
     ("fp8b", 2): Default(2, 128, 3, waste=3),
     ("int4", 1): Default(8, 256, 3, waste=3, chunks=1),
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
@@ -96,7 +98,7 @@ DEFAULTS = {
     # of x in a load, so that Triton gives lanes others' scales.
     **{(kind, 1): Default(4, 64, 2, waste=3, chunks=1) for kind in TWO_BITS},
     **{(kind, 2): Default(4, 64, 1, waste=3, chunks=1) for kind in TWO_BITS},
-    ("q8_0", 1): Default(4, 128, 6, waste=7, chunks=3),
+    ("q8_0", 1): Default(8, 128, 3, long_rows=4),
     ("q8_0", 2): Default(2, 128, 3, waste=3),
     # Not measured: as the kind whose x has the same order, and about as many scales.
     **{(kind, 1): Default(4, 64, 3, waste=3, chunks=1) for kind in GGUF if kind != "q8_0"},
@@ -105,7 +107,7 @@ DEFAULTS = {
 }
 # Of two tokens, and of more: many programs, for which narrow chunks are better. None: as for one.
 SEVERAL: dict[str, tuple[Tiles | None, Tiles]] = {
-    "int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2)),
+    "int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2, registers=96)),
     "mxfp4": (None, Tiles(8, 64, 1, 2)),
 }
 
