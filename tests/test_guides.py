@@ -121,7 +121,8 @@ def family_copy(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("family")
     copy_without("qwen2_moe", target)
     shutil.copytree(ROOT / "tests", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "checkpoints", target / "checkpoints")
+    for folder in ("checkpoints", "scripts"):
+        shutil.copytree(ROOT / folder, target / folder, dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", target)
     (target / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     (target / "models/qwen2_moe.py").write_text("\n\n".join(blocks(MODEL_GUIDE, "python")))
