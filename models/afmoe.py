@@ -47,7 +47,6 @@ class AfmoeAttention(GatedOutput):
 
 class AfmoeTransformer(ScaledRopeTransformer):
     args: AfmoeArgs
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: AfmoeArgs, layer: int) -> Block:
         block = Block(args, layer)

@@ -38,7 +38,6 @@ class Kolibri1MoE(SigmoidRoutedMoE):
 
 class Kolibri1Transformer(ScaledRopeTransformer):
     args: Kolibri1Args
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: Kolibri1Args, layer: int) -> Block:
         block = Block(args, layer)

@@ -66,7 +66,8 @@ def why_not_computed(model: Transformer) -> str | None:
 
 def why_never_ran(model: Transformer) -> str | None:
     """Return that the model has parts whose kernels no GPU has run (`kernels_ran`), or None."""
-    return None if getattr(model, "kernels_ran", True) else "no GPU has run its kernels"
+    ran = all(getattr(module, "kernels_ran", True) for module in model.modules())
+    return None if ran else "no GPU has run its kernels"
 
 
 def why_not_auto(model: Transformer, device: torch.device) -> str | None:
