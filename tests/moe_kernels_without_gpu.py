@@ -633,7 +633,7 @@ class TwoRanks:
         self.sums, self.found = [], []  # before experts; results
 
     def add(self, x: Tensor, y: Tensor | None, scale: float, norms: Added, eps: float):
-        """Stand in for `tp.all_reduce_add`. What the FFNs compute is added by the result."""
+        """Stand in for `tp.all_reduce_add`. The result adds up the outputs of FFNs."""
         results = self.parts if x is self.rows else self.outputs
 
         def plain() -> Tensor:
