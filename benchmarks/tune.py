@@ -32,7 +32,7 @@ from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import Gpu, gpu_of
 from ops.launch import KernelError
 from ops.products import tilings
-from ops.products.dense import Norm, dense_product
+from ops.products.dense import Norm, dense_product, norm_apart
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
@@ -222,7 +222,8 @@ class Product:
         if self.shape.experts:
             return down(self.x, kernel, argument, self.routing, residual=residual, tiles=tiles)
         if self.shape.normed:
-            return dense_product(self.x, argument, self.norm, tiles=tiles)
+            x, norm = norm_apart(self.x, *self.norm, argument)  # as a layer calls it
+            return dense_product(x, argument, norm, tiles=tiles)
         return dense_product(self.x, argument, residual=residual, tiles=tiles)
 
     def measure(self, tiles: Tiles) -> float | None:
