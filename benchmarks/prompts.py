@@ -126,8 +126,11 @@ def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> Non
         plain = ""
         if "PyTorch" in times:
             want, got = logits["PyTorch"].float(), logits["kernels"].float()
-            difference = ((got - want).norm() / want.norm()).item()
-            plain = f", PyTorch {times['PyTorch'] * 1e3:8.2f} ms, difference {difference:.1e}"
+            difference = f"{((got - want).norm() / want.norm()).item():.1e}"
+            wrong = [name for name in logits if not logits[name].isfinite().all()]
+            if wrong:  # the difference does not tell whose
+                difference = f"none: not finite by {' and by '.join(wrong)}"
+            plain = f", PyTorch {times['PyTorch'] * 1e3:8.2f} ms, difference {difference}"
         print(
             f"{length:6} tokens: {times['kernels'] * 1e3:8.2f} ms, roofline {bound * 1e3:7.2f} ms "
             f"({bound / times['kernels']:.2f}){plain}",

@@ -40,10 +40,12 @@ from offload.cpu_share import set_copies
 from offload.experts import COUNTERS, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
 from ops import launch as jit
+from ops.attention.delta_prompt import launch_delta_chunk
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
-from ops.plain.attention import SHORT_CACHE
+from ops.plain.attention import SHORT_CACHE, attend_chunk
+from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 from ops.products import experts as moe_decode
 from ops.products import gemv
 from ops.products.tilings import Tiles
@@ -61,6 +63,7 @@ from runtime.session import Session, SessionOptions
 from runtime.session_prompts import MAX_SHORT_CHUNKS
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
+from tests.delta_kernels_without_gpu import random_prompt as random_rule
 from tests.prompts_without_gpu import prompt_errors
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
@@ -1153,6 +1156,51 @@ def test_few_tokens_of_a_delta_layer(last):
 def test_a_prompt_of_a_delta_layer(tokens):
     """`rule_difference` ends the process if a state is too far from that of the plain form."""
     assert delta_benchmark.rule_difference(tokens, "tf32x3") < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", (64, 256, 2048))
+@pytest.mark.parametrize("form", (launch_delta_chunk, chunk_in_torch))
+def test_a_prompt_with_a_decay_for_each_channel(form, tokens):
+    """Kernels and plain form at Kimi Linear's sizes against tokens one by one, also in a graph.
+
+    Uninitialized memory is NaN in the eager call.
+    """
+    q, k, v, g, beta, state = random_rule(1, tokens, 32, 32, 128, 128, torch.bfloat16)
+    channels = 2.7 * torch.nn.functional.softplus(torch.randn(*g.shape, 128))
+    given = [x.cuda() for x in (q, k, v, -channels, beta, state)]
+    want, after = [], given[-1]
+    for token in range(tokens):
+        out, after = gated_delta_step(*(x[:, token] for x in given[:-1]), after)
+        want.append(out)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        eager = form(*given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = form(*given)
+    graph.replay()
+    for found in (eager, replayed):
+        for got, wanted in zip(found, (torch.stack(want, 1), after), strict=True):
+            assert delta_benchmark.difference(got, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("width", (128, 192, 256))
+def test_attention_of_a_latent_prompt(width):
+    """SDPA's choice for the widths of latent attention against fp32 of its plain form."""
+    q = torch.randn(256, 16, width, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(16, 256, width, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    v[..., 128:] = 0  # values are padded to the width of keys
+    graph = torch.cuda.CUDAGraph()
+    attend_chunk(q, k, v, None, None)
+    with torch.cuda.graph(graph):
+        got = attend_chunk(q, k, v, None, None)
+    graph.replay()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = attend_chunk(q.float(), k.float(), v.float(), None, None)
+    assert delta_benchmark.difference(got, want) < 1e-2
 
 
 @pytest.mark.parametrize("family", (None, "qwen3_5_moe"))

@@ -29,6 +29,10 @@ from ops.plain.mamba2 import ssm_chunk
 # bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
+# Whether kernels take a decay for each channel. On an H200 the logits of Kimi Linear's prompts were
+# NaN by these kernels, by PyTorch or by both: which of them is not known. On a CPU both
+# are right. tests/test_cuda.py compares both on a GPU: set True once it passes.
+TAKES_CHANNELS = False
 
 
 @dataclass(frozen=True)
@@ -330,12 +334,13 @@ def _scan_chunks(
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_in_torch` by kernels where they run.
+    """`chunk_in_torch` by kernels where they run, and where they have been right on a GPU.
 
     A custom operator, so that Dynamo does not specialize on the number of tokens.
     """
     arguments = q, k, v, g, beta, state
-    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+    takes = TAKES_CHANNELS or g.dim() == beta.dim()
+    if takes and can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
         return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
     return chunk_in_torch(*arguments)
 
