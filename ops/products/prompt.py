@@ -97,7 +97,9 @@ def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
     x, rows, present, k = x_tile
     x_inside = present & (k < IN) if IN % s.tile.numbers else present
     a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
-    b = tl.load(weight + weight_rows * IN + k, mask=inside)
+    # x has zeros outside, but zero times NaN is NaN.
+    other = None if inside is None else 0.0
+    b = tl.load(weight + weight_rows * IN + k, mask=inside, other=other)
     return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
 
 

@@ -256,7 +256,11 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
     scales, and units [1, n]. inside: which units a row has; None: all.
     """
     rows, scale_rows, unit = at
-    units = tl.load(weights.codes + rows * (s.width // s.fields) + unit, mask=inside)
+    place, other = (
+        weights.codes + rows * (s.width // s.fields) + unit,
+        None if inside is None else 0,
+    )
+    units = tl.load(place, mask=inside, other=other)
     above = units
     if s.bits_above > 0:
         above = load_above(weights.high, rows, start, s)
