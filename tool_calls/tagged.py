@@ -73,13 +73,16 @@ class TaggedParser(CallParser):
 class QwenCoderParser(TaggedParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    function, parameter: the beginnings of the tags of a call and of an argument.
+    function, parameter: the beginnings of the tags of a call and of an argument. quote: around the
+    names in both. line: between the tags of an argument and its value.
     """
 
     in_template = ("<function=",)
     tokens = ("<tool_call>", "</tool_call>")
     function: ClassVar[str] = "<function="
     parameter: ClassVar[str] = "<parameter="
+    quote: ClassVar[str] = ""
+    line: ClassVar[str] = "\n"
     openers = ("<tool_call>", "<function=")  # some answers lack the first
     closer = "</tool_call>"
     value_end = "</parameter>"
@@ -87,12 +90,14 @@ class QwenCoderParser(TaggedParser):
 
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return "<tool_call>\n<function=" + (f"{name}>\n" if name else "")
+        begin = f"{cls.tokens[0]}\n{cls.function}{cls.quote}"
+        return begin + (f"{name}{cls.quote}>\n" if name else "")
 
     @classmethod
     def argument_tags(cls) -> ArgumentTags:
-        tags = "<parameter=", ">\n", "\n</parameter>\n"
-        return ArgumentTags(">\n", *tags, "</function>\n</tool_call>")
+        before, between = f"{cls.parameter}{cls.quote}", f"{cls.quote}>{cls.line}"
+        after, end = f"{cls.line}{cls.value_end}\n", f"{cls.call_end}\n{cls.closer}"
+        return ArgumentTags(f"{cls.quote}>\n", before, between, after, end)
 
     def value_stop(self) -> re.Pattern:
         opener, closer = (re.escape(self.marker(name)) for name in self.tokens)
@@ -154,39 +159,24 @@ class QwenCoderParser(TaggedParser):
             value = yield from self.value(key)
             if value is None:
                 return False
-            self.add_argument(key, self.without_lines(value))
-
-    def without_lines(self, value: str) -> str:
-        """Return a value without the new lines that its tags have."""
-        return value.removeprefix("\n").removesuffix("\n")
+            self.add_argument(key, value.removeprefix(self.line).removesuffix(self.line))
 
 
 class MiniMaxParser(QwenCoderParser):
     """MiniMax-M2: `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
 
-    One pair of `<minimax:tool_call>` tags is around all calls of an answer.
+    One pair of `<minimax:tool_call>` tags is around all calls of an answer. Values have no lines of
+    their tags: a new line at the end of a file's text is the text's own.
     """
 
     in_template = ("<minimax:tool_call>",)
     tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
     function = "<invoke name="
     parameter = "<parameter name="
+    quote, line = '"', ""
     openers = ("<minimax:tool_call>", "<invoke name=")
     closer = "</minimax:tool_call>"
     call_end = "</invoke>"
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return '<minimax:tool_call>\n<invoke name="' + (f'{name}">\n' if name else "")
-
-    @classmethod
-    def argument_tags(cls) -> ArgumentTags:
-        tags = '<parameter name="', '">', "</parameter>\n"
-        return ArgumentTags('">\n', *tags, "</invoke>\n</minimax:tool_call>")
-
-    def without_lines(self, value: str) -> str:
-        """Its tags have none: a new line at the end of a file's text is the text's own."""
-        return value
 
 
 class GlmParser(TaggedParser):
