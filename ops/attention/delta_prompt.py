@@ -233,12 +233,19 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 
 @jit
-def _take_in(state, written, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T]."""
+def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
+    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T].
+
+    rest: what keys in bf16 lack of fp32, or None.
+    """
     if s.is_delta:
-        # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
+        # The transposed sum: keys as the left factor, or corrections in bf16 as the right one, were
+        # read out of bounds of shared memory by code of Triton 3.6 for sm_90.
         change = tl.zeros([s.columns, s.key_dim], tl.float32)
-        change = _dot(tl.trans(correction), written, change, "tf32x3")
+        correction = tl.trans(correction)
+        if rest is not None:
+            change = tl.dot(correction.to(tl.bfloat16), rest, change)
+        change = _dot(correction, written, change, "tf32x3")
         return state * remains + tl.trans(change)
     else:
         change = tl.zeros([s.key_dim, s.columns], tl.float32)
@@ -272,9 +279,7 @@ def _scan_chunks(
         skip = tl.load(tokens.skip + head).to(tl.float32)
         turned_keys = tokens.k + (sequence * s.key_heads + head // s.sharing) * CK * chunks * T
     if s.channel_decay:
-        queries_at = systems.decayed.queries + (place * CK + c[None, :])
-        chunk_at = (sequence * H + head) * chunks * CK + c[:, None]
-        kept, turned = systems.decayed.kept + chunk_at, chunk_at * T + i[None, :]
+        decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[:, None]
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
@@ -286,7 +291,7 @@ def _scan_chunks(
             correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         if s.channel_decay:
             y = tl.zeros([T, COLUMNS], tl.float32)
-            y = _dot(tl.load(queries_at), state, y, s.precision)
+            y = _dot(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
         else:
             queries, scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
             y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
@@ -305,21 +310,19 @@ def _scan_chunks(
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
         if s.channel_decay:
-            change = tl.zeros([CK, COLUMNS], tl.float32)
+            rest = None
             if systems.decayed.rest is not None:
-                rest = tl.load(systems.decayed.rest + turned)
-                change = tl.dot(rest, correction.to(tl.bfloat16), change)
-            written = tl.load(systems.decayed.keys + turned)
-            change = _dot(written, correction, change, "tf32x3")
-            state = state * tl.load(kept) + change
-            queries_at += T * CK
-            turned += T * CK
+                rest = tl.load(systems.decayed.rest + decayed)
+            written = tl.load(systems.decayed.keys + decayed)
+            remains = tl.load(systems.decayed.kept + kept)
+            state = _take_in(state, written, rest, correction, remains, s)
+            decayed += T * CK
             kept += CK
         else:
             if s.is_delta:
                 written, scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             correction *= (scale * tl.exp(whole - total))[:, None]
-            state = _take_in(state, written, correction, tl.exp(whole), s)
+            state = _take_in(state, written, None, correction, tl.exp(whole), s)
         if s.is_delta:
             values += T * CV
             keys += T * CK
