@@ -102,7 +102,7 @@ def decay_channels(
     tokens, settings: as of ops/attention/delta_prompt.py. totals [B, H, chunks, T, Ck], fp32: a
     scratch. sizes: tokens, and the distances of sequences and of tokens in q and k.
     """
-    B, H, chunks, T, CK = totals.shape
+    B, H, chunks, _, CK = totals.shape
     queries = totals.new_empty(totals.shape, dtype=tokens.q.dtype)
     begun, keys, rest = torch.empty_like(totals), torch.empty_like(totals), None
     if queries.dtype == torch.bfloat16:

@@ -29,10 +29,6 @@ from ops.plain.mamba2 import ssm_chunk
 # bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
-# Whether kernels take a decay for each channel. On an H200 the logits of Kimi Linear's prompts were
-# NaN by these kernels, by PyTorch or by both: which of them is not known. On a CPU both
-# are right. tests/test_cuda.py compares both on a GPU: set True once it passes.
-TAKES_CHANNELS = False
 
 
 @dataclass(frozen=True)
@@ -239,8 +235,8 @@ def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
     rest: what keys in bf16 lack of fp32, or None.
     """
     if s.is_delta:
-        # The transposed sum: keys as the left factor, or corrections in bf16 as the right one, were
-        # read out of bounds of shared memory by code of Triton 3.6 for sm_90.
+        # The transposed sum: with keys as the left factor and corrections in bf16 as the right one,
+        # code of Triton 3.6 for sm_90 reads shared memory out of bounds, and gives NaN.
         change = tl.zeros([s.columns, s.key_dim], tl.float32)
         correction = tl.trans(correction)
         if rest is not None:
@@ -337,13 +333,12 @@ def _scan_chunks(
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_in_torch` by kernels where they run, and where they have been right on a GPU.
+    """`chunk_in_torch` by kernels where they run.
 
     A custom operator, so that Dynamo does not specialize on the number of tokens.
     """
     arguments = q, k, v, g, beta, state
-    takes = TAKES_CHANNELS or g.dim() == beta.dim()
-    if takes and can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
         return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
     return chunk_in_torch(*arguments)
 
