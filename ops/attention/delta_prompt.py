@@ -25,8 +25,9 @@ from ops.plain.gated_delta import chunk_in_torch
 from ops.plain.mamba2 import ssm_chunk
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
-# about as exact as fp32. Only the state's update always takes three (of bf16 parts, if keys are
-# bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
+# about as exact as fp32. Models in fp32 take three. Of others only the state's update does (of bf16
+# parts, if keys are bf16), since its errors add up over the chunks; benchmarks/gated_delta.py
+# measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
 
@@ -398,7 +399,8 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     final, state = state.new_empty(state.shape), state.contiguous()
     tokens = Tokens(q, k, v, g.float().contiguous(), beta.float().contiguous(), skip)
     kinds = is_delta, g.dim() > beta.dim()
-    layer = RuleSettings(H, K, CK, CV, min(COLUMNS, CV), PRECISION, 1, *kinds)
+    precision = "tf32x3" if q.dtype == torch.float32 else PRECISION
+    layer = RuleSettings(H, K, CK, CV, min(COLUMNS, CV), precision, 1, *kinds)
     sizes = Q, *q.stride()[:2], *v.stride()[:2]
     most = max(16, min(CHUNK, triton.next_power_of_2(Q)))
     chunks = (T for T in (64, 32, 16) if most >= T)
