@@ -245,10 +245,12 @@ def norm_apart(
     return rows.view(x.shape), None
 
 
-def norms_groups(weight: Weight, groups: int) -> bool:
+def norms_groups(weight: Weight, groups: int, tiles: Tiles | None = None) -> bool:
     """Whether a chunk of each program has whole groups of x, which its lanes sum."""
-    lanes = choose_tiles(weight, weight.quads, 1).lanes
-    return weight.quads % groups == 0 and lanes % (weight.quads // groups) == 0
+    lanes = (tiles or choose_tiles(weight, weight.quads, 1)).lanes
+    # A quad has some numbers of each run of a group of the format.
+    whole = weight.width % (groups * weight.group) == 0 and weight.quads % groups == 0
+    return whole and lanes % (weight.quads // groups) == 0
 
 
 def dense_product(
@@ -285,7 +287,10 @@ def dense_product(
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     scales, eps, groups = norm or (None, 0.0, 1)
     most = IN_REGISTERS[BITS[weight.kind]]
-    if isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T):
+    few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
+    if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
+        raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
+    if few:
         down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
     fields = dict(eps=eps, groups=groups, scale=scale, early=early)
