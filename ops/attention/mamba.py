@@ -119,34 +119,31 @@ def _move(past, new):
 
 
 @jit
-def _sum_kept(past, convolution, s: tl.constexpr):
-    """Return what the last W - 1 inputs of each tuple add to its convolution."""
+def _convolve(new, past, convolution, s: tl.constexpr):
+    """Convolve a token's inputs of each tuple. past: the last W - 1. convolution: taps, biases."""
     taps, biases = convolution
-    totals = ()
+    convolved = ()
     for i in tl.static_range(len(past)):
-        totals = totals + (sum_past(past[i], taps[i], biases[i], s),)
-    return totals
+        total = sum_past(past[i], taps[i], biases[i], s)
+        convolved = convolved + (convolve(new[i], total, taps[i], s),)
+    return convolved
 
 
 @jit
-def _take_token(token, old, totals, channels, taps, head, s: tl.constexpr):
+def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
     """Take in a token of the call.
 
     Return the state, the token's inputs, and x, C and silu(gate): `_read` takes these. token: where
-    its inputs and step sizes are. totals: as of `_sum_kept`. head: its number, the decay's rate,
-    the step's bias.
+    its inputs and step sizes are. head: its number, the decay's rate, the step's bias.
     """
-    rows = tl.arange(0, s.rows)
     own, dt = token
     number, rate, bias = head
-    new, convolved = (), ()
+    rows, new = tl.arange(0, s.rows), ()
     for i in tl.static_range(3):
         new = new + (tl.load(own + channels[i]),)
     gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
     step = softplus(tl.load(dt + number).to(tl.float32) + bias)
-    for i in tl.static_range(3):
-        convolved = convolved + (convolve(new[i], totals[i], taps[i], s),)
-    x, b, c = convolved
+    x, b, c = _convolve(new, past, convolution, s)
     x, gate = tl.gather(x, rows, 0), tl.gather(gate * tl.sigmoid(gate), rows, 0)
     return _decay_and_add(old, x, b, step, rate), new, (x, c, gate)
 
@@ -215,18 +212,14 @@ def _update_heads_of_groups(
     skip = tl.load(weights.skip + head).to(tl.float32)
     accepted = count_accepted(first, place, real, s)
     for token in range(accepted):
-        newest, taken = (), ()
+        newest = ()
         for i in tl.static_range(3):
             at = window + (s.width - 1 + token) * s.channels + channels[i]
             newest = newest + (tl.load(at),)
-        totals = _sum_kept(kept, (taps, biases), s)
-        for i in tl.static_range(2):
-            taken = taken + (convolve(newest[i], totals[i], taps[i], s),)
+        x, b, _ = _convolve(newest, kept, (taps, biases), s)
         step = tl.load(pending.gates + (row * s.most + token) * s.heads + head).to(tl.float32)
-        x = tl.gather(taken[0], rows, 0)
-        old = _decay_and_add(old, x, taken[1], softplus(step + bias), rate)
+        old = _decay_and_add(old, tl.gather(x, rows, 0), b, softplus(step + bias), rate)
         kept = _move(kept, newest)
-    totals = _sum_kept(kept, (taps, biases), s)
     tl.debug_barrier()
     arrivals += sequence * s.groups + group
     # Of a tensor, so that no thread waits for the result here.
@@ -235,13 +228,14 @@ def _update_heads_of_groups(
         if accepted > 0:
             tl.store(state, old)
     await_previous(PDL)
-    own, own_dt, of_head = zx, dt, (head, rate, bias)
+    own, own_dt, of_head, convolution = zx, dt, (head, rate, bias), (taps, biases)
     if zx is not None:
         own += sequence * tokens * s.row + INNER  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
         y += sequence * tokens * INNER + numbers + rows
     if s.is_one:
-        old, new, reading = _take_token((own, own_dt), old, totals, channels, taps, of_head, s)
+        at = own, own_dt
+        old, new, reading = _take_token(at, old, kept, channels, convolution, of_head, s)
         kept = _move(kept, new)
         if real > 0:
             tl.store(state, old)
@@ -251,8 +245,7 @@ def _update_heads_of_groups(
         later = kept
         for token in range(real):
             at = own + token * s.row, own_dt + token * s.dt_row
-            totals = _sum_kept(later, (taps, biases), s)
-            old, new, reading = _take_token(at, old, totals, channels, taps, of_head, s)
+            old, new, reading = _take_token(at, old, later, channels, convolution, of_head, s)
             later = _move(later, new)
             tl.store(y + token * INNER, _read(old, reading, skip).to(y.dtype.element_ty))
         for token in range(real, tokens):
