@@ -108,7 +108,7 @@ class Case:
     scale: float = 1.0  # of routing weights, and of what is added to the residual
     biased: bool = False  # experts and dense products; clamped SwiGLU
     fp32_norm: bool = False  # the dense product's norm is fp32
-    groups: int = 1  # of the dense product's x, each of which is normed
+    groups: int = 1  # the dense product norms these parts of x
     tiles: dict = field(default_factory=dict)
     few: dict = field(default_factory=dict)  # `FewTiles` of products of several tokens
     seed: int = 0

@@ -1,4 +1,4 @@
-"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: what is between a layer's projections.
+"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: all from projections to the norm.
 
     _update_heads_of_groups    convolution, step sizes, update of the state, gate
 
@@ -222,7 +222,7 @@ def _update_heads_of_groups(
         kept = _move(kept, newest)
     tl.debug_barrier()
     arrivals += sequence * s.groups + group
-    # Of a tensor, so that no thread waits for the result here.
+    # A tensor's addition: no thread waits for the result here.
     arrived = tl.atomic_add(arrivals + 0 * thread, 1, mask=thread == 0, sem="release", scope="gpu")
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
@@ -274,7 +274,7 @@ def mamba_tokens(
     last: Tensor | None,
     arrivals: Tensor,
 ) -> Tensor:
-    """Do what is between the projections of a Mamba-2 layer, for T tokens of each sequence.
+    """Do all of a Mamba-2 layer from its projections to its norm, for T tokens of each sequence.
 
     zx [B, T, H P + C]: the gate, then x, B and C before the convolution. dt [B, T, H]. weights: a
     `MambaWeights`. Return [B, T, H P], times silu(gate) and not yet normed.

@@ -46,7 +46,7 @@ class SumSettings(Product):
     """Settings of `_multiply_sum`."""
 
     eps: float = 0.0  # added to the mean square of x, if it is normed
-    groups: int = 1  # of x, each of which is normed
+    groups: int = 1  # parts of x, each with a norm of its own
     scale: float = 1.0  # factor of the product and its bias
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
     T: int = 1  # tokens of all blocks
@@ -220,7 +220,7 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [in], fp32 or as x
     eps: float
-    groups: int = 1  # of neighboring numbers, each of which is normed
+    groups: int = 1  # parts of x, each with a norm of its own
 
 
 # Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
