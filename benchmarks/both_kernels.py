@@ -3,8 +3,10 @@
     python benchmarks/both_kernels.py
     python benchmarks/both_kernels.py Qwen3-30B-A3B:int4 gpt-oss-20b:mxfp4 --layers 8
     python benchmarks/both_kernels.py Nemotron-3-Nano-30B-A3B:int4 --check 8
+    torchrun --standalone --nproc_per_node=2 benchmarks/both_kernels.py Trinity-Mini-26B-A3B:int4
 
-Each model decodes as benchmark.py does, first with --decode_kernels fused, then with inductor.
+Each model decodes as benchmark.py does, first with --decode_kernels fused, then with inductor. On
+several ranks it is sharded, as there.
 
 --check N first compares logits of the first N layers: CHECKED tokens one by one, by the fused
 kernels and by plain PyTorch, both against plain PyTorch in fp32. Printed are the tenth percentile
@@ -13,8 +15,6 @@ another expert, and random weights have many such scores: then a token's logits 
 and in a recurrent model the next tokens' too. So a figure alone says little: kernels are right if
 theirs are as small as plain PyTorch's.
 """
-
-from copy import deepcopy
 
 import torch
 
@@ -29,6 +29,7 @@ from models.random_weights import (
     free_memory,
     number_format,
 )
+from parallel import process_group
 from runtime.kernel_choice import fused_runner
 from runtime.loading import load_model
 
@@ -48,21 +49,27 @@ def speed(name: str, mode: str, kernels: str, layers: int | None, bandwidth: flo
     return found
 
 
-def check(name: str, mode: str, layers: int) -> None:
+def check(name: str, mode: str, layers: int, device: torch.device) -> None:
     """Print by how much of their norm the logits of both differ from those in fp32."""
     args = first_layers(architecture(name), layers)
-    model = load_model(RandomWeights(args, number_format(mode, args)), torch.device("cuda"))
+    model = load_model(RandomWeights(args, number_format(mode, args)), device)
     ours = token_logits(model, fused_runner(model)(model), CHECKED)
     plain = token_logits(model, None, CHECKED)
-    exact = token_logits(deepcopy(model).float(), None, CHECKED)
+    exact = token_logits(model.float(), None, CHECKED)
     found = []
     for logits in ours, plain:
         differences = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
         low, middle = differences.quantile(0.1).item(), differences.median().item()
         found.append(f"{low:.1e}, {middle:.1e}")
-    print(f"{name} {mode}, {layers} layers: fused {found[0]}; plain {found[1]}", flush=True)
+    show(f"{name} {mode}, {layers} layers: fused {found[0]}; plain {found[1]}")
     del model
     free_memory(compiled=True)
+
+
+def show(line: str) -> None:
+    """Print a line once, whatever the number of ranks."""
+    if process_group.is_main():
+        print(line, flush=True)
 
 
 def build_parser() -> Parser:
@@ -85,20 +92,24 @@ def build_parser() -> Parser:
 def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
-    bandwidth = read_bandwidth(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s, torch {torch.__version__}")
+    device = process_group.start("cuda")
+    bandwidth = read_bandwidth(device)
+    gpus = f"{process_group.size()} x " * (process_group.size() > 1)
+    gpus += f"{torch.cuda.get_device_name()}, {bandwidth / 1e9:.0f} GB/s"
+    show(f"{gpus}, torch {torch.__version__}")
     for case in options.cases if options.check else ():
         name, _, mode = case.partition(":")
-        check(name, mode, options.check)
-    print("| model, weights | kernels | tokens/s | of bandwidth | kernels a layer | compile s |")
-    print("|---|---|---|---|---|---|", flush=True)
+        check(name, mode, options.check, device)
+    show("| model, weights | kernels | tokens/s | of bandwidth | kernels a layer | compile s |")
+    show("|---|---|---|---|---|---|")
     for case in options.cases:
         name, _, mode = case.partition(":")
         for kernels in (options.only,) if options.only else KERNELS:
             found = speed(name, mode, kernels, options.layers, bandwidth)
             figures = f"{found['tok_s']:.0f} | {found['fraction']:.2f}"
             counts = f"{found['kernels_per_layer']:.1f} | {found['compile_s']:.0f}"
-            print(f"| {name}, {mode} | {kernels} | {figures} | {counts} |", flush=True)
+            show(f"| {name}, {mode} | {kernels} | {figures} | {counts} |")
+    process_group.stop()
 
 
 if __name__ == "__main__":

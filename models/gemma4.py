@@ -156,7 +156,6 @@ class Gemma4MoE(MoE):
 
 class Gemma4Transformer(Transformer):
     args: Gemma4Args
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def __init__(self, args: Gemma4Args):
         super().__init__(args)

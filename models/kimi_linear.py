@@ -61,7 +61,6 @@ class KimiLinearArgs(LatentArgs):
 
 class KimiLinearTransformer(LatentTransformer):
     args: KimiLinearArgs
-    kernels_ran = False  # as of runtime/kernel_choice.py
     moe_class = SigmoidRoutedMoE
 
     def make_block(self, args: KimiLinearArgs, layer: int) -> Block:

@@ -64,8 +64,7 @@ def prompts_by_kernels() -> Iterator[None]:
         mock.patch.object(module, "can_launch", lambda x: True)
         for module in (delta_prompt, recurrent_parts)
     )
-    channels = mock.patch.object(delta_prompt, "TAKES_CHANNELS", True)
-    with next(patches), next(patches), channels:
+    with next(patches), next(patches):
         yield
 
 

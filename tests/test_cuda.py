@@ -40,12 +40,13 @@ from offload.cpu_share import set_copies
 from offload.experts import COUNTERS, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
 from ops import launch as jit
-from ops.attention.delta_prompt import launch_delta_chunk
+from ops.attention.delta_prompt import launch_delta_chunk, launch_ssm_chunk
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
 from ops.plain.attention import SHORT_CACHE, attend_chunk
 from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
+from ops.plain.mamba2 import ssm_chunk, ssm_step
 from ops.products import experts as moe_decode
 from ops.products import gemv
 from ops.products.tilings import Tiles
@@ -1197,20 +1198,38 @@ def test_a_prompt_of_a_delta_layer(tokens):
     assert delta_benchmark.rule_difference(tokens, "tf32x3") < 1e-4
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("tokens", (64, 256, 2048))
 @pytest.mark.parametrize("form", (launch_delta_chunk, chunk_in_torch))
 def test_a_prompt_with_a_decay_for_each_channel(form, tokens):
-    """Kernels and plain form at Kimi Linear's sizes against tokens one by one, also in a graph.
-
-    Uninitialized memory is NaN in the eager call.
-    """
+    """At Kimi Linear's sizes."""
     q, k, v, g, beta, state = random_rule(1, tokens, 32, 32, 128, 128, torch.bfloat16)
     channels = 2.7 * torch.nn.functional.softplus(torch.randn(*g.shape, 128))
-    given = [x.cuda() for x in (q, k, v, -channels, beta, state)]
-    want, after = [], given[-1]
-    for token in range(tokens):
-        out, after = gated_delta_step(*(x[:, token] for x in given[:-1]), after)
+    check_recurrent_prompt(form, gated_delta_step, (q, k, v, -channels, beta), (), state)
+
+
+@pytest.mark.parametrize("tokens", (64, 200, 2048))
+@pytest.mark.parametrize("heads, groups", ((64, 8), (48, 1)), ids=("Nemotron 3 Nano", "Granite 4"))
+@pytest.mark.parametrize("form", (launch_ssm_chunk, ssm_chunk))
+def test_a_prompt_of_mamba2(form, heads, groups, tokens):
+    x = torch.randn(1, tokens, heads, 64).bfloat16()
+    b, c = (torch.randn(1, tokens, groups, 128).bfloat16() for _ in "bc")
+    dt, skip = torch.nn.functional.softplus(torch.randn(1, tokens, heads)), torch.randn(heads)
+    g = -dt * torch.rand(heads).add(0.5)
+    check_recurrent_prompt(
+        form, ssm_step, (x, b, c, dt, g), (skip,), torch.randn(1, heads, 64, 128)
+    )
+
+
+@torch.no_grad()
+def check_recurrent_prompt(form, step, inputs, weights, state):
+    """Compare kernels or a plain form with tokens one by one, eager and in a graph.
+
+    inputs: [B, Q, ...]. Uninitialized memory is NaN in the eager call.
+    """
+    inputs, weights = ([x.cuda() for x in given] for given in (inputs, weights))
+    given, want, after = (*inputs, *weights, state.cuda()), [], state.cuda()
+    for token in range(inputs[0].shape[1]):
+        out, after = step(*(x[:, token] for x in inputs), *weights, after)
         want.append(out)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -9,7 +9,6 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
-from ops.attention import delta_prompt
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm
 from ops.plain.gated_delta import gated_delta_recurrent, gated_delta_step
@@ -170,18 +169,6 @@ def test_a_prompt_compiles_without_a_loop():
 # Triton kernels without a GPU ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of_channels", (False, True))
-def test_prompts_with_a_decay_for_each_channel_take_the_plain_form(of_channels, monkeypatch):
-    """On an H200 their logits were NaN, by the kernels or by something else (`TAKES_CHANNELS`)."""
-    launched = []
-    monkeypatch.setattr(delta_prompt, "can_launch", lambda x: True)
-    monkeypatch.setattr(delta_prompt, "launch_delta_chunk", lambda *x: launched.append(x) or x[4:])
-    q, k, v = (torch.randn(1, 70, 2, 16) for _ in range(3))
-    g, state = -torch.rand(1, 70, 2, 16), torch.zeros(1, 2, 16, 16)
-    out, _ = gated_delta_chunk(q, k, v, g if of_channels else g[..., 0], g[..., 0].neg(), state)
-    assert len(launched) == (not of_channels) and out.isfinite().all()
-
-
 def without_a_gpu(**variables: str) -> dict:
     return run_without_gpu("delta_kernels_without_gpu.py", **variables)
 
@@ -211,6 +198,8 @@ def test_the_kernels_compile_for_an_h200():
         counts = found.pop(name)
         assert counts["products"] and counts["shared"] <= 227 << 10, name
         assert not counts["overwritten"], name
-        # Triton 3.6 spills nothing of decays for each channel, 3.9 one number.
-        assert not name.endswith("channels") or counts["spills"] <= 1, name
+        # Triton 3.6 spills nothing of decays for each channel, 3.9 one number, but 14 and 22 of
+        # `_scan_chunks`: addresses of the last state, stored before the loop and loaded after it.
+        most = 24 if name.startswith("_scan") else 1
+        assert not name.endswith("channels") or counts["spills"] <= most, name
     assert all(counts["spills"] == 0 for counts in found.values())

@@ -24,7 +24,7 @@ class Decayed(NamedTuple):
     products: Tensor  # [B, H, chunks, T, T]: of keys with earlier ones
     queries: Tensor  # [B, H, chunks, T, Ck]: decayed since the chunk's begin
     begun: Tensor  # the same of keys
-    keys: Tensor  # [B, H, chunks, Ck, T]: with the decay until the chunk's end; bf16 if q is
+    keys: Tensor  # the same of keys, with the decay until the chunk's end; bf16 if q is
     rest: Tensor | None  # what keys in bf16 lack of fp32, bf16
     kept: Tensor  # [B, H, chunks, Ck]: the decay of the whole chunk
 
@@ -87,7 +87,7 @@ def _decay_channels(tokens, decayed, scores, totals, Q, QK_BATCH, QK_TOKEN, s: t
         tl.store(decayed.queries + at, q.to(decayed.queries.dtype.element_ty))
         tl.store(decayed.begun + at, k * tl.exp(total))
         k *= tl.exp(whole - total)
-        at, stored = first * T * CK + ((begin + c) * T + row), k.to(decayed.keys.dtype.element_ty)
+        stored = k.to(decayed.keys.dtype.element_ty)
         tl.store(decayed.keys + at, stored)
         if decayed.rest is not None:
             tl.store(decayed.rest + at, (k - stored.to(tl.float32)).to(tl.bfloat16))
@@ -102,13 +102,12 @@ def decay_channels(
     tokens, settings: as of ops/attention/delta_prompt.py. totals [B, H, chunks, T, Ck], fp32: a
     scratch. sizes: tokens, and the distances of sequences and of tokens in q and k.
     """
-    B, H, chunks, T, CK = totals.shape
+    B, H, chunks, _, CK = totals.shape
     queries = totals.new_empty(totals.shape, dtype=tokens.q.dtype)
-    turned = totals.new_empty(B, H, chunks, CK, T)
-    keys, rest = turned, None
+    begun, keys, rest = torch.empty_like(totals), torch.empty_like(totals), None
     if queries.dtype == torch.bfloat16:
-        keys, rest = (torch.empty_like(turned, dtype=queries.dtype) for _ in range(2))
-    made = torch.empty_like(scores), queries, torch.empty_like(totals), keys, rest
+        keys, rest = torch.empty_like(queries), torch.empty_like(queries)
+    made = torch.empty_like(scores), queries, begun, keys, rest
     decayed = Decayed(*made, totals.new_empty(B, H, chunks, CK))
     tensors = tokens, decayed, scores, totals, *sizes
     launch(_decay_channels, (chunks, H, B), *tensors, settings=settings, stages=1)

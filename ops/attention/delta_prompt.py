@@ -29,10 +29,6 @@ from ops.plain.mamba2 import ssm_chunk
 # bf16), since its errors add up over the chunks; benchmarks/gated_delta.py measures both.
 PRECISION = "tf32"
 CHUNK = 64  # tokens that one triangular system covers: 16, 32 or 64
-# Whether kernels take a decay for each channel. On an H200 the logits of Kimi Linear's prompts were
-# NaN by these kernels, by PyTorch or by both: which of them is not known. On a CPU both
-# are right. tests/test_cuda.py compares both on a GPU: set True once it passes.
-TAKES_CHANNELS = False
 
 
 @dataclass(frozen=True)
@@ -233,12 +229,19 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 
 @jit
-def _take_in(state, written, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T]."""
+def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
+    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T].
+
+    rest: what keys in bf16 lack of fp32, or None.
+    """
     if s.is_delta:
-        # Transposed: of a transposed bf16 tile Triton 3.6 read shared memory out of bounds.
+        # The transposed sum: with keys as the left factor and corrections in bf16 as the right one,
+        # code of Triton 3.6 for sm_90 reads shared memory out of bounds, and gives NaN.
         change = tl.zeros([s.columns, s.key_dim], tl.float32)
-        change = _dot(tl.trans(correction), written, change, "tf32x3")
+        correction = tl.trans(correction)
+        if rest is not None:
+            change = tl.dot(correction.to(tl.bfloat16), rest, change)
+        change = _dot(correction, written, change, "tf32x3")
         return state * remains + tl.trans(change)
     else:
         change = tl.zeros([s.key_dim, s.columns], tl.float32)
@@ -272,9 +275,7 @@ def _scan_chunks(
         skip = tl.load(tokens.skip + head).to(tl.float32)
         turned_keys = tokens.k + (sequence * s.key_heads + head // s.sharing) * CK * chunks * T
     if s.channel_decay:
-        queries_at = systems.decayed.queries + (place * CK + c[None, :])
-        chunk_at = (sequence * H + head) * chunks * CK + c[:, None]
-        kept, turned = systems.decayed.kept + chunk_at, chunk_at * T + i[None, :]
+        decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[:, None]
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
@@ -286,7 +287,7 @@ def _scan_chunks(
             correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         if s.channel_decay:
             y = tl.zeros([T, COLUMNS], tl.float32)
-            y = _dot(tl.load(queries_at), state, y, s.precision)
+            y = _dot(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
         else:
             queries, scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
             y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
@@ -305,21 +306,19 @@ def _scan_chunks(
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
         if s.channel_decay:
-            change = tl.zeros([CK, COLUMNS], tl.float32)
+            rest = None
             if systems.decayed.rest is not None:
-                rest = tl.load(systems.decayed.rest + turned)
-                change = tl.dot(rest, correction.to(tl.bfloat16), change)
-            written = tl.load(systems.decayed.keys + turned)
-            change = _dot(written, correction, change, "tf32x3")
-            state = state * tl.load(kept) + change
-            queries_at += T * CK
-            turned += T * CK
+                rest = tl.load(systems.decayed.rest + decayed)
+            written = tl.load(systems.decayed.keys + decayed)
+            remains = tl.load(systems.decayed.kept + kept)
+            state = _take_in(state, written, rest, correction, remains, s)
+            decayed += T * CK
             kept += CK
         else:
             if s.is_delta:
                 written, scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             correction *= (scale * tl.exp(whole - total))[:, None]
-            state = _take_in(state, written, correction, tl.exp(whole), s)
+            state = _take_in(state, written, None, correction, tl.exp(whole), s)
         if s.is_delta:
             values += T * CV
             keys += T * CK
@@ -334,13 +333,12 @@ def _scan_chunks(
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_in_torch` by kernels where they run, and where they have been right on a GPU.
+    """`chunk_in_torch` by kernels where they run.
 
     A custom operator, so that Dynamo does not specialize on the number of tokens.
     """
     arguments = q, k, v, g, beta, state
-    takes = TAKES_CHANNELS or g.dim() == beta.dim()
-    if takes and can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
+    if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
         return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
     return chunk_in_torch(*arguments)
 
