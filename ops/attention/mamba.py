@@ -223,7 +223,7 @@ def _update_heads_of_groups(
     tl.debug_barrier()
     arrivals += sequence * s.groups + group
     # A tensor's addition: no thread waits for the result here.
-    arrived = tl.atomic_add(arrivals + 0 * thread, 1, mask=thread == 0, sem="release", scope="gpu")
+    arrived = tl.atomic_add(arrivals + thread, 1, mask=thread == 0, sem="release", scope="gpu")
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, old)
