@@ -219,7 +219,7 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("qwen3_next", "int4", 1, 12, (10,)),
         ("nemotron_h", "fp8", 1, 12, (10,)),
         ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
-        ("nemotron_h, others", "int8", 1, 3, (1,)),
+        ("nemotron_h, others", "int8", 1, 5, (3,)),
         ("nemotron_h, others", "fp8"),
         ("granitemoehybrid", "int4", 3, 1, (0, -1, 0)),
         ("granitemoehybrid", "fp8", 1, 12, (10,)),

@@ -104,9 +104,10 @@ class MambaSettings:
 
 
 @jit
-def _decay_and_add(old, x, b, step, rate):
-    """Return the state after a token."""
-    return old * tl.exp(-rate * step) + (x * step)[:, None] * b[None, :]
+def _decay_and_add(old, x, b, step, rate, s: tl.constexpr):
+    """Return the state after a token. x: one row a thread."""
+    x = tl.gather(x * step, tl.arange(0, s.rows), 0)
+    return old * tl.exp(-rate * step) + x[:, None] * b[None, :]
 
 
 @jit
@@ -138,21 +139,22 @@ def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
     """
     own, dt = token
     number, rate, bias = head
-    rows, new = tl.arange(0, s.rows), ()
+    new = ()
     for i in tl.static_range(3):
         new = new + (tl.load(own + channels[i]),)
     gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
     step = softplus(tl.load(dt + number).to(tl.float32) + bias)
     x, b, c = _convolve(new, past, convolution, s)
-    x, gate = tl.gather(x, rows, 0), tl.gather(gate * tl.sigmoid(gate), rows, 0)
-    return _decay_and_add(old, x, b, step, rate), new, (x, c, gate)
+    old = _decay_and_add(old, x, b, step, rate, s)
+    return old, new, (x, c, gate * tl.sigmoid(gate))
 
 
 @jit
-def _read(old, reading, skip):
-    """Return what a token reads from the state, times silu(gate)."""
+def _read(old, reading, skip, s: tl.constexpr):
+    """Return what a token reads from the state, times silu(gate): one row a thread, as x."""
     x, c, gate = reading
-    return (tl.sum(old * c[None, :], 1) + skip * x) * gate
+    read = tl.gather(tl.sum(old * c[None, :], 1), tl.arange(0, s.threads) % s.rows, 0)
+    return (read + skip * x) * gate
 
 
 @jit
@@ -197,6 +199,7 @@ def _update_heads_of_groups(
     place = tl.load(positions + sequence * most_tokens)
     first = tl.load(pending.first + row * s.heads + head)
     thread, rows, n = tl.arange(0, THREADS), tl.arange(0, s.rows), tl.arange(0, N)
+    is_own = thread < s.rows  # the others have copies
     numbers = head * s.head_dim + tl.program_id(0) % s.blocks * s.rows
     state += (row * INNER + numbers + rows[:, None]) * N + n[None, :]
     old = tl.load(state)
@@ -218,7 +221,7 @@ def _update_heads_of_groups(
             newest = newest + (tl.load(at),)
         x, b, _ = _convolve(newest, kept, (taps, biases), s)
         step = tl.load(pending.gates + (row * s.most + token) * s.heads + head).to(tl.float32)
-        old = _decay_and_add(old, tl.gather(x, rows, 0), b, softplus(step + bias), rate)
+        old = _decay_and_add(old, x, b, softplus(step + bias), rate, s)
         kept = _move(kept, newest)
     tl.debug_barrier()
     arrivals += sequence * s.groups + group
@@ -232,26 +235,27 @@ def _update_heads_of_groups(
     if zx is not None:
         own += sequence * tokens * s.row + INNER  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
-        y += sequence * tokens * INNER + numbers + rows
+        y += sequence * tokens * INNER + xs
     if s.is_one:
         at = own, own_dt
         old, new, reading = _take_token(at, old, kept, channels, convolution, of_head, s)
         kept = _move(kept, new)
         if real > 0:
             tl.store(state, old)
-        result = tl.where(real > 0, _read(old, reading, skip), 0.0)
-        tl.store(y, result.to(y.dtype.element_ty))
+        result = tl.where(real > 0, _read(old, reading, skip, s), 0.0)
+        tl.store(y, result.to(y.dtype.element_ty), mask=is_own)
     elif zx is not None:
         later = kept
         for token in range(real):
             at = own + token * s.row, own_dt + token * s.dt_row
             old, new, reading = _take_token(at, old, later, channels, convolution, of_head, s)
             later = _move(later, new)
-            tl.store(y + token * INNER, _read(old, reading, skip).to(y.dtype.element_ty))
+            result = _read(old, reading, skip, s).to(y.dtype.element_ty)
+            tl.store(y + token * INNER, result, mask=is_own)
         for token in range(real, tokens):
-            tl.store(y + token * INNER, tl.zeros(rows.shape, y.dtype.element_ty))
+            tl.store(y + token * INNER, tl.zeros(xs.shape, y.dtype.element_ty), mask=is_own)
     if real > 0:
-        keep_inputs(window, kept[0], own, xs, tokens, thread < s.rows, s)
+        keep_inputs(window, kept[0], own, xs, tokens, is_own, s)
     if tl.max(tl.where(thread == 0, arrived, 0), 0) == s.sharing * s.blocks - 1:
         if real > 0:
             for i in tl.static_range(1, 3):
