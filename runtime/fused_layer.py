@@ -149,7 +149,7 @@ class FusedAttention:
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
         projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
-        projected = projected.view(*context.positions.shape, -1)
+        projected, norm = projected.view(*context.positions.shape, -1), None
         if not hasattr(attention, "takes") or not attention.takes(projected, context):
             (plain,) = getattr(attention, "plain", (attention,))
             heads = core(plain, projected, context)
@@ -157,9 +157,12 @@ class FusedAttention:
             heads = attention.fused_core(projected, context, reach)
         else:
             heads = attention.fused_core(projected, context)
-        weight, bias = self.output
+            norm = getattr(attention, "output_norm", None)
+        (weight, bias), scale = self.output, None
         heads = heads.flatten(0, 1).contiguous()
-        return dense.dense_product(heads, weight, bias=bias, **self.sum.of_product(x))
+        if norm is not None:
+            heads, scale = dense.norm_apart(heads, norm.weight, norm.eps, weight, norm.groups)
+        return dense.dense_product(heads, weight, scale, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:

@@ -49,8 +49,10 @@ from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.gemma4 import Gemma4Args
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
+from models.granitemoehybrid import GraniteMoeHybridArgs
 from models.kolibri1 import Kolibri1Args
 from models.latent_family import LatentArgs
+from models.layers import mamba2
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
 from models.layers.group_routing import BiasedSoftmaxMoE, SigmoidRoutedMoE
@@ -60,6 +62,7 @@ from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
+from ops.plain.mamba2 import group_norm
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
@@ -105,6 +108,7 @@ class Case:
     scale: float = 1.0  # of routing weights, and of what is added to the residual
     biased: bool = False  # experts and dense products; clamped SwiGLU
     fp32_norm: bool = False  # the dense product's norm is fp32
+    groups: int = 1  # the dense product norms these parts of x
     tiles: dict = field(default_factory=dict)
     few: dict = field(default_factory=dict)  # `FewTiles` of products of several tokens
     seed: int = 0
@@ -255,12 +259,12 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     bias = layer.bias[0][0, : case.I] if case.biased else None
     found = []
     # On tensor cores, and without: programs of up to IN_REGISTERS tokens.
-    for tiles in {layer.few_tiles, layer.tiles}:
+    for tiles in {layer.tiles} if case.groups > 1 else {layer.few_tiles, layer.tiles}:
         out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
         got = dense.dense_product(
             x,
             weight,
-            dense.Norm(norm, 1e-5) if has_norm else None,
+            dense.Norm(norm, 1e-5, case.groups) if has_norm else None,
             residual=residual,
             bias=bias,
             scale=case.scale,
@@ -271,7 +275,7 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
         found.append(got)
     normed = x.double()
     if has_norm:
-        normed = torch.nn.functional.rms_norm(normed, (case.D,), norm.double(), 1e-5)
+        normed = group_norm(normed, norm.double(), case.groups, 1e-5)
     want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
     return max(relative(got, want * case.scale + residual.double()) for got in found)
 
@@ -412,7 +416,19 @@ LAYERS = {
         NemotronHArgs,
         SMALL
         | dict(n_layer=3, full_layers=(2,), mixer_layers=(0,), shared_intermediate=128)
-        | dict(mamba_heads=4, mamba_head_dim=32, mamba_groups=2, mamba_state=32, routed_scale=2.5),
+        | dict(mamba_heads=8, mamba_head_dim=32, mamba_groups=2, mamba_state=32, routed_scale=2.5),
+    ),
+    "nemotron_h, others": (  # groups that no lanes have whole
+        NemotronHArgs,
+        SMALL
+        | dict(n_layer=1, full_layers=(), mixer_layers=(), shared_intermediate=128)
+        | dict(mamba_heads=6, mamba_head_dim=32, mamba_groups=2, mamba_state=32),
+    ),
+    "granitemoehybrid": (  # an odd number of heads, in one group
+        GraniteMoeHybridArgs,
+        SMALL
+        | dict(n_layer=2, full_layers=(1,), shared_intermediate=64, residual_scale=0.22)
+        | dict(mamba_heads=3, mamba_head_dim=32, mamba_groups=1, mamba_state=32),
     ),
     "lfm2_moe": (
         Lfm2MoeArgs,
@@ -477,7 +493,8 @@ def small_model(
     """
     torch.manual_seed(0)
     main, _, shared = format.partition("+")
-    args = LAYERS[family][0](family, **arguments_of(family, dense) | changes)
+    name = family.partition(",")[0]
+    args = LAYERS[family][0](name, **arguments_of(family, dense) | changes)
     model = family_of(args).model_class(args)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
@@ -499,6 +516,7 @@ def small_model(
 def as_on_a_gpu() -> Iterator[None]:
     """Within, fused attention takes CPU tensors, and no kernel is launched with PDL."""
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mamba2, "kernels_support", lambda state: True))
         for kind in (FusedDecodeAttention, FusedLatentAttention, ShortConv):
             takes = lambda self, qkv, _: getattr(self, "supported", True) and qkv.shape[1] <= 64  # noqa: E731
             stack.enter_context(mock.patch.object(kind, "takes", takes))

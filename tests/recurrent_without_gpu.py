@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -120,6 +121,7 @@ def counts(code) -> dict[str, int]:
         "barriers": asm.count("BAR.SYNC"),
         "overwritten": overwritten(code.asm["ptx"]),
         "shared": code.metadata.shared,
+        "registers": max(map(int, re.findall(r"\bR(\d+)\b", asm))) + 1,
     }
 
 

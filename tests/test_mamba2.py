@@ -96,6 +96,7 @@ def test_the_kernel_compiles_for_an_h200():
     for name, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
         assert counts["ahead"] >= 8, name  # the state is loaded before the wait
+        assert counts["registers"] <= 128, name  # it starts beside programs of the product before
         assert counts["instructions"] < 3000 and counts["barriers"] < 25, (name, counts)
 
 

@@ -46,6 +46,10 @@ DENSE = (
     {"format": "int8", "tokens": 5, "D": 144, "I": 48, "biased": True, "scale": 0.5},
     {"format": "bf16", "tokens": 8, "D": 72, "I": 40, "few": {"warps": 1, "depth": 1}},
     {"format": "int8", "tokens": 2, "D": 320, "few": {"warps": 1, "depth": 2}},  # of five steps
+    # Groups of x, each of which is normed: within a warp's lanes, and over those of two.
+    {"format": "int4", "groups": 4},
+    {"format": "int8", "groups": 2, "tokens": 3, "D": 512},
+    {"format": "bf16", "groups": 2, "D": 1024, "tiles": {"lanes": 64, "warps": 2}},
 )
 MORE_DENSE = (
     {"format": "int4", "tokens": 64},
@@ -71,6 +75,11 @@ MORE_DENSE = (
     {"format": "hqq4", "tokens": 5, "I": 64, "group": 64, "few": {"rows": 32, "depth": 1}},
     {"format": "hqq4", "tokens": 8, "D": 512, "I": 128, "group": 128, "fp32_norm": True},
     {"format": "hqq2", "tokens": 2, "D": 320, "fp32_norm": True, "few": {"warps": 1, "depth": 1}},
+    {"format": "fp8", "groups": 4, "D": 512, "biased": True, "scale": 0.5, "tiles": STAYING},
+    {"format": "fp8b", "groups": 8, "D": 1024, "tokens": 2, "fp32_norm": True},
+    {"format": "nvfp4", "groups": 4, "D": 512},
+    {"format": "hqq4", "groups": 2, "D": 512, "tokens": 2},
+    {"format": "q6_k", "groups": 2, "D": 512, "I": 256},
 )
 ANY_FORMAT = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
 ROUNDED = "hqq3", "hqq2"  # their numbers, to 16 bits, by tensor cores
@@ -122,6 +131,7 @@ QUICK_LAYERS = (
     ("qwen3_moe", "int4"),
     dense("qwen3_moe", "int4"),
     ("nemotron_h", "int4"),  # no gate, and a block of a mixer alone; a shared expert twice as wide
+    ("granitemoehybrid", "int8"),
     ("kolibri1", "int4"),  # norms around sublayers
     ("qwen2_moe", "q4_0+q8_0"),  # a shared expert with a gate, in another format and order of x
 )
@@ -209,6 +219,10 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("qwen3_next", "int4", 1, 12, (10,)),
         ("nemotron_h", "fp8", 1, 12, (10,)),
         ("nemotron_h", "int4+q8_0", 1, 5, (3,)),
+        ("nemotron_h, others", "int8", 1, 5, (3,)),
+        ("nemotron_h, others", "fp8"),
+        ("granitemoehybrid", "int4", 3, 1, (0, -1, 0)),
+        ("granitemoehybrid", "fp8", 1, 12, (10,)),
         ("lfm2_moe", "int4", 1, 64, (60,)),
         ("kolibri1", "int4", 1, 12, (10,)),
         ("afmoe", "int4", 1, 64, (60,)),

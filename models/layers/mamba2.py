@@ -28,7 +28,7 @@ from ops.attention.mamba import (
     take_in_pending,
 )
 from ops.attention.recurrent_parts import causal_conv_silu, gated_group_norm, masked_gates
-from ops.plain.mamba2 import ssm_step
+from ops.plain.mamba2 import group_norm, ssm_step
 
 
 class MambaSizes(NamedTuple):
@@ -118,7 +118,10 @@ class GatedGroupNorm(nn.Module):
         self.weight = new_parameter(dim)
         self.groups, self.eps = groups, eps
 
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """gate None: y is gated."""
+        if gate is None:
+            return group_norm(y, self.weight, self.groups, self.eps)
         return gated_group_norm(y, gate, self.weight, self.groups, self.eps)
 
 
@@ -146,24 +149,30 @@ class Mamba2(RecurrentLayer):
         """A norm over several ranks has no kernel."""
         return type(self.norm) is GatedGroupNorm and kernels_support(self.state.state)
 
+    @property
+    def output_norm(self) -> GatedGroupNorm:
+        """What `mix_few` leaves to the last product."""
+        return self.norm
+
     def mix_few(self, zx: Tensor, dt: Tensor, context: Context) -> Tensor:
+        """`mix` by a kernel, gated but not normed."""
         memory, weights = self.state, [*self.weights()]
         place = context.positions, context.last, memory.arrivals
         tokens = zx, dt, memory.state, memory.pending(), weights
-        return mamba_tokens(*tokens, *place, self.norm.eps)
+        return mamba_tokens(*tokens, *place)
 
     def mix(self, zx: Tensor, dt: Tensor, context: Context) -> Tensor:
         """zx [B, Q, H P + C], dt [B, Q, H] -> [B, Q, H P]: all between the projections."""
         if self.is_few(zx, context) and torch.compiler.is_compiling() and self.has_kernels():
-            return self.mix_few(zx, dt, context)
+            return self.norm(self.mix_few(zx, dt, context), None)
         gate, x = zx.split((self.sizes.inner, self.sizes.channels), dim=-1)
         y = self.state.append(MambaInputs(x, dt, self.weights()), context)
         return self.norm(y, gate)
 
     def weights(self) -> MambaWeights:
         """Return the weights that the kernels take."""
-        conv, norm = self.conv, self.norm.weight
-        return MambaWeights(conv.weight, conv.bias, self.a_log, self.dt_bias, self.skip, norm)
+        conv = self.conv
+        return MambaWeights(conv.weight, conv.bias, self.a_log, self.dt_bias, self.skip)
 
 
 def mamba_recipes(sizes: MambaSizes, dim: int, theirs: str) -> Recipes:

@@ -1,10 +1,10 @@
-"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: all between a layer's projections.
+"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: all from projections to the norm.
 
-    _update_heads_of_groups    convolution, step sizes, update of the state, gated norm of groups
+    _update_heads_of_groups    convolution, step sizes, update of the state, gate
 
 A program has some rows of a head's state, so that there are many programs. The norm is over all
-heads of a group: the last program of a group to end normalizes what all of them have read. A second
-kernel would cost at least 1.6 us a layer on an H200.
+heads of a group, so the next product norms its x (ops/products/dense.py). A join of the programs
+here would cost a round trip through memory for the counter, and one for the results.
 
 Several tokens are pending after their call, as in ops/attention/delta.py. Prompts:
 ops/attention/delta_prompt.py.
@@ -53,14 +53,6 @@ class MambaWeights(NamedTuple):
     a_log: Tensor  # [H]
     dt_bias: Tensor  # [H]
     skip: Tensor  # D [H]
-    norm: Tensor  # [H P]
-
-
-class Scratch(NamedTuple):
-    """What the programs of a group share."""
-
-    arrivals: Tensor  # int32 [B, G], zeros between calls: programs that have ended
-    read: Tensor | None  # fp32 [B, T, H P], what they have read of the state, times silu(gate)
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,6 @@ class MambaSettings:
     groups: int
     state: int  # numbers of a row
     width: int
-    eps: float  # the gated norm's
     is_one: bool  # a call has one token
     most: int  # M
     row: int  # numbers from one token's zx to the next one's
@@ -101,22 +92,22 @@ class MambaSettings:
         return self.head_dim // self.rows
 
     @property
-    def padded_sharing(self) -> int:
-        return triton.next_power_of_2(self.sharing)
+    def threads(self) -> int:
+        return 32 * WARPS
 
     @property
-    def padded_numbers(self) -> int:
-        """What covers a group's numbers."""
-        return triton.next_power_of_2(self.sharing * self.head_dim)
+    def padded_sharing(self) -> int:
+        return triton.next_power_of_2(self.sharing)
 
 
 # Channels, taps, inputs before a token: each a tuple of those of x, of B, and of C.
 
 
 @jit
-def _decay_and_add(old, x, b, step, rate):
-    """Return the state after a token."""
-    return old * tl.exp(-rate * step) + (x * step)[:, None] * b[None, :]
+def _decay_and_add(old, x, b, step, rate, s: tl.constexpr):
+    """Return the state after a token. x: one row a thread."""
+    x = tl.gather(x * step, tl.arange(0, s.rows), 0)
+    return old * tl.exp(-rate * step) + x[:, None] * b[None, :]
 
 
 @jit
@@ -129,28 +120,41 @@ def _move(past, new):
 
 
 @jit
-def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
-    """Take in a token of the call, and store what it reads, times silu(gate).
-
-    Return the state, and the token's inputs. token: where its inputs, step sizes and results are.
-    convolution: taps and biases. head: its number, the decay's rate, the step's bias, D.
-    """
-    own, dt, read = token
+def _convolve(new, past, convolution, s: tl.constexpr):
+    """Convolve a token's inputs of each tuple. past: the last W - 1. convolution: taps, biases."""
     taps, biases = convolution
-    number, rate, bias, skip = head
-    new, convolved = (), ()
+    convolved = ()
+    for i in tl.static_range(len(past)):
+        total = sum_past(past[i], taps[i], biases[i], s)
+        convolved = convolved + (convolve(new[i], total, taps[i], s),)
+    return convolved
+
+
+@jit
+def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
+    """Take in a token of the call.
+
+    Return the state, the token's inputs, and x, C and silu(gate): `_read` takes these. token: where
+    its inputs and step sizes are. head: its number, the decay's rate, the step's bias.
+    """
+    own, dt = token
+    number, rate, bias = head
+    new = ()
     for i in tl.static_range(3):
         new = new + (tl.load(own + channels[i]),)
     gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
     step = softplus(tl.load(dt + number).to(tl.float32) + bias)
-    for i in tl.static_range(3):
-        total = sum_past(past[i], taps[i], biases[i], s)
-        convolved = convolved + (convolve(new[i], total, taps[i], s),)
-    x, b, c = convolved
-    old = _decay_and_add(old, x, b, step, rate)
-    out = tl.sum(old * c[None, :], 1) + skip * x
-    tl.store(read + channels[0], out * gate * tl.sigmoid(gate))
-    return old, new
+    x, b, c = _convolve(new, past, convolution, s)
+    old = _decay_and_add(old, x, b, step, rate, s)
+    return old, new, (x, c, gate * tl.sigmoid(gate))
+
+
+@jit
+def _read(old, reading, skip, s: tl.constexpr):
+    """Return what a token reads from the state, times silu(gate): one row a thread, as x."""
+    x, c, gate = reading
+    read = tl.gather(tl.sum(old * c[None, :], 1), tl.arange(0, s.threads) % s.rows, 0)
+    return (read + skip * x) * gate
 
 
 @jit
@@ -169,41 +173,24 @@ def _keep_first(pending, dt, row, group, place, tokens, s: tl.constexpr):
     tl.store(pending.first + row * s.heads + heads, begin + 0 * heads, mask=exists)
 
 
-@jit
-def _norm_group(read, weight, y, group, real, tokens, s: tl.constexpr):
-    """Normalize a group's numbers of each token; those of padding are 0.
-
-    Other programs have written `read`. This one has read none of it, so no L1 has old numbers.
-    """
-    NUMBERS: tl.constexpr = s.sharing * s.head_dim
-    k = tl.arange(0, s.padded_numbers)
-    exists, k = k < NUMBERS, group * NUMBERS + k
-    factor = tl.load(weight + k, mask=exists, other=0.0).to(tl.float32)
-    for token in range(real):
-        at = token * s.inner + k
-        numbers = tl.load(read + at, mask=exists, other=0.0, cache_modifier=".cg")
-        numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / NUMBERS + s.eps) * factor
-        tl.store(y + at, numbers.to(y.dtype.element_ty), mask=exists)
-    zeros = tl.zeros_like(factor).to(y.dtype.element_ty)
-    for token in range(real, tokens):
-        tl.store(y + token * s.inner + k, zeros, mask=exists)
-
-
 # Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. zx and dt are
 # waited for. State, pending tokens, weights, position and last are loaded before that, and pending
 # tokens are taken in. One token is taken in at once, and the state is stored. Several become the
 # pending ones; zx None: there are none.
 #
 # A program alone reads and writes its rows of the state, and their channels of x. Those of B and C,
-# dt and `first` are read by all programs of a group. `arrivals` counts these; the last one updates
-# what they share, normalizes, and sets the counter to 0. No program waits. There is no race:
-# - All that a program has read enters its result, which its threads store before the barrier; one
-#   thread's addition follows that. It releases the stores, and acquires those of the others.
-# - The state is stored after the addition, which would otherwise wait for it.
+# dt and `first` are read by all programs of a group, before the wait. `arrivals` counts the
+# programs that have read them; the last one updates them after the wait, and sets the counter to 0.
+# No program waits for another, and the counter's result is not needed before the end. There is no
+# race: loads come before the barrier, and one thread's addition follows that; in the order of
+# causality they are before what any thread of the last program stores.
 @jit
-def _update_heads_of_groups(zx, dt, memory, scratch, y, tokens, s: tl.constexpr, PDL: tl.constexpr):
+def _update_heads_of_groups(
+    zx, dt, memory, arrivals, y, tokens, s: tl.constexpr, PDL: tl.constexpr
+):
     N: tl.constexpr = s.state
     INNER: tl.constexpr = s.inner
+    THREADS: tl.constexpr = s.threads
     state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0) // s.blocks, tl.program_id(1).to(tl.int64)
     group, row = head // s.sharing, memory_row(pending, sequence)
@@ -211,64 +198,65 @@ def _update_heads_of_groups(zx, dt, memory, scratch, y, tokens, s: tl.constexpr,
     real = count_real(last, sequence, most_tokens)
     place = tl.load(positions + sequence * most_tokens)
     first = tl.load(pending.first + row * s.heads + head)
-    p = tl.program_id(0) % s.blocks * s.rows + tl.arange(0, s.rows)
-    n = tl.arange(0, N)
-    state += ((row * s.heads + head) * s.head_dim + p[:, None]) * N + n[None, :]
+    thread, rows, n = tl.arange(0, THREADS), tl.arange(0, s.rows), tl.arange(0, N)
+    is_own = thread < s.rows  # the others have copies
+    numbers = head * s.head_dim + tl.program_id(0) % s.blocks * s.rows
+    state += (row * INNER + numbers + rows[:, None]) * N + n[None, :]
     old = tl.load(state)
-    xs, bs = head * s.head_dim + p, INNER + group * N + n
-    channels, taps, biases = (xs, bs, bs + s.groups * N), (), ()
+    xs, bs = numbers + thread % s.rows, INNER + group * N + n  # each thread has one x
+    channels, taps, biases, kept = (xs, bs, bs + s.groups * N), (), (), ()
+    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     for i in tl.static_range(3):
         taps = taps + (load_taps(weights.conv, channels[i], s),)
         biases = biases + (tl.load(weights.conv_bias + channels[i]).to(tl.float32),)
+        kept = kept + (load_past(window, channels[i], s),)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + head).to(tl.float32)
     skip = tl.load(weights.skip + head).to(tl.float32)
-    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     accepted = count_accepted(first, place, real, s)
     for token in range(accepted):
-        at, taken = window + token * s.channels, ()
-        newest = at + (s.width - 1) * s.channels
-        for i in tl.static_range(2):
-            past, x = load_past(at, channels[i], s), tl.load(newest + channels[i])
-            total = sum_past(past, taps[i], biases[i], s)
-            taken = taken + (convolve(x, total, taps[i], s),)
+        newest = ()
+        for i in tl.static_range(3):
+            at = window + (s.width - 1 + token) * s.channels + channels[i]
+            newest = newest + (tl.load(at),)
+        x, b, _ = _convolve(newest, kept, (taps, biases), s)
         step = tl.load(pending.gates + (row * s.most + token) * s.heads + head).to(tl.float32)
-        old = _decay_and_add(old, taken[0], taken[1], softplus(step + bias), rate)
+        old = _decay_and_add(old, x, b, softplus(step + bias), rate, s)
+        kept = _move(kept, newest)
+    tl.debug_barrier()
+    arrivals += sequence * s.groups + group
+    # A tensor's addition: no thread waits for the result here.
+    arrived = tl.atomic_add(arrivals + thread, 1, mask=thread == 0, sem="release", scope="gpu")
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, old)
-    kept = ()
-    for i in tl.static_range(3):
-        kept = kept + (load_past(window + accepted * s.channels, channels[i], s),)
     await_previous(PDL)
-    read, own, own_dt = scratch.read, zx, dt
+    own, own_dt, of_head, convolution = zx, dt, (head, rate, bias), (taps, biases)
     if zx is not None:
-        read += sequence * tokens * INNER
         own += sequence * tokens * s.row + INNER  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
-    convolution, of_head = (taps, biases), (head, rate, bias, skip)
+        y += sequence * tokens * INNER + xs
     if s.is_one:
-        at = own, own_dt, read
-        old, inputs = _take_token(at, old, kept, channels, convolution, of_head, s)
-        kept = _move(kept, inputs)
+        at = own, own_dt
+        old, new, reading = _take_token(at, old, kept, channels, convolution, of_head, s)
+        kept = _move(kept, new)
+        if real > 0:
+            tl.store(state, old)
+        result = tl.where(real > 0, _read(old, reading, skip, s), 0.0)
+        tl.store(y, result.to(y.dtype.element_ty), mask=is_own)
     elif zx is not None:
         later = kept
         for token in range(real):
-            at = own + token * s.row, own_dt + token * s.dt_row, read + token * INNER
-            old, inputs = _take_token(at, old, later, channels, convolution, of_head, s)
-            later = _move(later, inputs)
-    tl.debug_barrier()
-    arrivals = scratch.arrivals + sequence * s.groups + group
-    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-    is_last = arrived == s.sharing * s.blocks - 1
+            at = own + token * s.row, own_dt + token * s.dt_row
+            old, new, reading = _take_token(at, old, later, channels, convolution, of_head, s)
+            later = _move(later, new)
+            result = _read(old, reading, skip, s).to(y.dtype.element_ty)
+            tl.store(y + token * INNER, result, mask=is_own)
+        for token in range(real, tokens):
+            tl.store(y + token * INNER, tl.zeros(xs.shape, y.dtype.element_ty), mask=is_own)
     if real > 0:
-        if s.is_one:
-            tl.store(state, old)
-        keep_inputs(window, kept[0], own, xs, tokens, None, s)
-    if is_last:
-        if zx is not None:
-            y += sequence * tokens * INNER
-            _norm_group(read, weights.norm, y, group, real, tokens, s)
+        keep_inputs(window, kept[0], own, xs, tokens, is_own, s)
+    if tl.max(tl.where(thread == 0, arrived, 0), 0) == s.sharing * s.blocks - 1:
         if real > 0:
             for i in tl.static_range(1, 3):
                 keep_inputs(window, kept[i], own, channels[i], tokens, None, s)
@@ -289,12 +277,11 @@ def mamba_tokens(
     positions: Tensor,
     last: Tensor | None,
     arrivals: Tensor,
-    eps: float,
 ) -> Tensor:
-    """Do all between the projections of a Mamba-2 layer, for T tokens of each sequence.
+    """Do all of a Mamba-2 layer from its projections to its norm, for T tokens of each sequence.
 
     zx [B, T, H P + C]: the gate, then x, B and C before the convolution. dt [B, T, H]. weights: a
-    `MambaWeights`. eps: of the gated norm. Return [B, T, H P].
+    `MambaWeights`. Return [B, T, H P], times silu(gate) and not yet normed.
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, P, N] takes in the pending tokens before them, in place, and one
@@ -311,17 +298,16 @@ def mamba_tokens(
         dt=(dt, (B, T, H)),
         positions=(positions, (B, T)),
         inputs=(pending[0], (len(state), W - 1 + M, H * P + 2 * groups * N)),
-        norm=(weights[5], (H * P,)),
+        skip=(weights[4], (H,)),
     )
     if T > M:
         raise ValueError(f"{T} tokens, of which only {M} can be pending")
     zx, dt, positions = with_even_rows(zx), with_even_rows(dt), positions.contiguous()
     rows = zx.stride(1), dt.stride(1)
-    s = MambaSettings(H, P, groups, N, W, eps, T == 1, M, *rows)
+    s = MambaSettings(H, P, groups, N, W, T == 1, M, *rows)
     y = zx.new_empty(B, T, H * P)
-    scratch = Scratch(arrivals, torch.empty_like(y, dtype=torch.float32))
     memory = Memory(state, Pending(*pending), MambaWeights(*weights), positions, last)
-    tensors, grid = (zx, dt, memory, scratch, y), (H * s.blocks, B)
+    tensors, grid = (zx, dt, memory, arrivals, y), (H * s.blocks, B)
     launch(_update_heads_of_groups, grid, *tensors, T, settings=s, warps=WARPS)
     return y
 
@@ -357,10 +343,9 @@ def take_in_pending(
     w, (H, P, N), groups = MambaWeights(*weights), state.shape[1:], arrivals.shape[1]
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
-        s = MambaSettings(H, P, groups, N, W, 0.0, False, M, 0, 0)
+        s = MambaSettings(H, P, groups, N, W, False, M, 0, 0)
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
-        grid, scratch = (H * s.blocks, len(position)), Scratch(arrivals, None)
-        tensors = None, None, memory, scratch, None
+        tensors, grid = (None, None, memory, arrivals, None), (H * s.blocks, len(position))
         launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
         return
 

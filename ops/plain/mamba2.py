@@ -77,10 +77,14 @@ def ssm_chunk(
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Normalize y * silu(gate), fp32 and [..., H P], over each of the groups; times weight."""
-    y = y.float() * F.silu(gate.float())
-    parts = y.unflatten(-1, (groups, -1))
+    return group_norm(y.float() * F.silu(gate.float()), weight, groups, eps).to(gate.dtype)
+
+
+def group_norm(y: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """Normalize y [..., H P] over each of the groups; times weight."""
+    parts = y.float().unflatten(-1, (groups, -1))
     parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
-    return (parts.flatten(-2) * weight.float()).to(gate.dtype)
+    return (parts.flatten(-2) * weight.float()).to(y.dtype)
 
 
 def to_heads(x: Tensor, heads: int, axis: int = -2) -> Tensor:

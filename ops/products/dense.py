@@ -34,7 +34,7 @@ from ops.products.pipeline import (
     sum_shared,
 )
 from ops.products.quantized_x import quantize_tokens
-from ops.products.tilings import Tiles
+from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
@@ -46,6 +46,7 @@ class SumSettings(Product):
     """Settings of `_multiply_sum`."""
 
     eps: float = 0.0  # added to the mean square of x, if it is normed
+    groups: int = 1  # parts of x, each with a norm of its own
     scale: float = 1.0  # factor of the product and its bias
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
     T: int = 1  # tokens of all blocks
@@ -166,7 +167,7 @@ def _multiply_sum(
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(s.chunks):
-            if x.norm is not None:
+            if x.norm is not None and s.groups == 1:
                 squares += lane_squares(xs[c][0], s)
             xs = replace(xs, c, prepare(xs[c][0], besides[c], x, s))
     for n in range(TILES):
@@ -178,7 +179,7 @@ def _multiply_sum(
             x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s
         )
         for t in tl.static_range(TOKENS):
-            if x.norm is not None:
+            if x.norm is not None and s.groups == 1:
                 total = sum_normed(totals[t], squares if TILES > 1 else found[t], s)
             else:
                 total = sum_shared(totals[t], s)
@@ -219,6 +220,7 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [in], fp32 or as x
     eps: float
+    groups: int = 1  # parts of x, each with a norm of its own
 
 
 # Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
@@ -226,14 +228,29 @@ class Norm(NamedTuple):
 NORMED = {2: 1, 4: 3, 8: TILE, 16: 4}
 
 
-def norm_apart(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> tuple[Tensor, Norm | None]:
+def norm_apart(
+    x: Tensor, norm: Tensor, eps: float, weight: Weight, groups: int = 1
+) -> tuple[Tensor, Norm | None]:
     """Return x [T, in] and its norm for `dense_product`: of many tokens the normed x, and None.
 
-    So too if words have scales: `dense_product` then quantizes x by a kernel of its own.
+    So too if words have scales: `dense_product` then quantizes x by a kernel of its own. groups: as
+    of `Norm`; the normed x, too, if a product cannot norm these.
     """
-    if len(x) <= NORMED[BITS[weight.kind]] and not weight.word_scaled:
-        return x, Norm(norm, eps)
-    return norm_tokens(x, norm, eps), None
+    most = NORMED[BITS[weight.kind]]
+    if groups > 1:
+        most = min(most, IN_REGISTERS[BITS[weight.kind]]) if norms_groups(weight, groups) else 0
+    if len(x) <= most and not weight.word_scaled:
+        return x, Norm(norm, eps, groups)
+    rows = norm_tokens(x.view(len(x) * groups, -1), norm.view(groups, -1), eps)
+    return rows.view(x.shape), None
+
+
+def norms_groups(weight: Weight, groups: int, tiles: Tiles | None = None) -> bool:
+    """Whether a chunk of each program has whole groups of x, which its lanes sum."""
+    lanes = (tiles or choose_tiles(weight, weight.quads, 1)).lanes
+    # A quad has some numbers of each run of a group of the format.
+    whole = weight.width % (groups * weight.group) == 0 and weight.quads % groups == 0
+    return whole and lanes % (weight.quads // groups) == 0
 
 
 def dense_product(
@@ -268,12 +285,15 @@ def dense_product(
     check_rows("bias", bias, weight.out)
     check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
-    scales, eps = norm or (None, 0.0)
+    scales, eps, groups = norm or (None, 0.0, 1)
     most = IN_REGISTERS[BITS[weight.kind]]
-    if isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T):
+    few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
+    if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
+        raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
+    if few:
         down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
         return y
-    fields = dict(eps=eps, scale=scale, early=early)
+    fields = dict(eps=eps, groups=groups, scale=scale, early=early)
     if T > 1:
         tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))

@@ -99,6 +99,7 @@ class Join:
     unscaled: bool = False  # scores are of the norm without its weight
     bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
+    groups: int = 1  # rows that a token of several norms has, without scores
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -213,6 +214,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if l is None and normed is not None:
         normed += at
     d, program = tl.arange(0, s.block), tl.program_id(0)
+    if s.groups > 1:
+        norm += program % s.groups * D
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)
@@ -409,11 +412,15 @@ def norm_tokens(
 ) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`.
 
+    norm [G, D]: T tokens have G rows each, with weights of their own.
+
     With PDL, the next kernel starts at once: a product, which loads its weights meanwhile.
     """
     normed, (T, D) = torch.empty_like(x), x.shape
+    groups = 1 if norm is None else norm.numel() // D
     tensors = x, added, norm, None, Router(), Results(normed, total)
-    launch(join_tokens, (T,), *tensors, settings=Join(D, eps, early=True), warps=8)
+    s = Join(D, eps, groups=groups, early=True)
+    launch(join_tokens, (T,), *tensors, settings=s, warps=8)
     return normed
 
 

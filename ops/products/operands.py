@@ -64,6 +64,16 @@ def lane_squares(raw, s):
 
 
 @jit
+def group_factors(raw, s):
+    """Return 1 / RMS of each lane's group of x, [1, LANES // 32, 32]. A chunk has whole groups."""
+    EACH: tl.constexpr = s.quads // s.groups
+    squares = tl.reshape(lane_squares(raw, s), [s.lanes // EACH, EACH])
+    mean = tl.sum(squares, 1, keep_dims=True) / (EACH * 4 * s.fields)
+    factors = tl.broadcast_to(tl.rsqrt(mean + s.eps), squares.shape)
+    return tl.reshape(factors, [1, s.lanes // 32, 32])
+
+
+@jit
 def split_four(words, J: tl.constexpr, WARPS: tl.constexpr):
     """[J * WARPS * 32 * 4], four neighbors per lane -> 4 tensors [J, WARPS, 32]."""
     even, odd = tl.split(tl.reshape(words, [J, WARPS, 32, 2, 2]))

@@ -19,6 +19,7 @@ from torch import Tensor
 from ops.launch import add_both, jit, tl, triton
 from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
+    group_factors,
     lane_squares,
     load_norm,
     load_quantized,
@@ -149,6 +150,8 @@ def prepare(part, beside, x, s):
         operands = prepare_quantized(part, s)
     elif x.norm is not None:
         operands = prepare_x(part, beside, s)
+        if s.groups > 1:
+            operands = weighted_operands(operands, group_factors(part, s), s)
     else:
         operands = prepare_x(part, None, s)
     if s.gather:
@@ -244,7 +247,7 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
                 operands = xs[c]
             else:
                 part = xs[c % DEPTH][t]
-                if x.norm is not None:
+                if x.norm is not None and s.groups == 1:
                     squares = replace(squares, t, squares[t] + lane_squares(part, s))
                 operands = prepare(part, besides[c % DEPTH], x, s)
             total = totals[t] + multiply_chunk(tile[0][0], tile[0][1], operands, table, s)
