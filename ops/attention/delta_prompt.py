@@ -92,22 +92,23 @@ class Systems(NamedTuple):
     solved_values: Tensor  # [B, H, chunks, T, Cv]
     solved_keys: Tensor  # [B, H, chunks, T, Ck]
     scores: Tensor  # [B, H, chunks, T, T]
-    decayed: Decayed | None = None
+    decayed: Decayed | None = None  # of channels, each with a decay; else the two tensors below
+    factors: Tensor | None = None  # [B, H, chunks, 2, T]: of what queries read, and of corrections
+    kept: Tensor | None = None  # [B, H, chunks]: the decay of the whole chunk
 
 
 @jit
 def _load_tokens(x, rows, row_stride, is_real, s: tl.constexpr):
-    """Load tokens of one head at x -> [T, Ck] as stored, and of each 1 / its L2 norm [T].
-
-    Mamba-2 does not normalize: 1.
-    """
+    """Load tokens of one head at x -> [T, Ck] as stored."""
     offsets = rows[:, None] * row_stride + tl.arange(0, s.key_dim)[None, :]
-    x = tl.load(x + offsets, mask=is_real[:, None], other=0.0)
+    return tl.load(x + offsets, mask=is_real[:, None], other=0.0)
+
+
+@jit
+def _inverse_norm(x):
+    """Return 1 / the L2 norm of each row of x [T, C]."""
     squares = x.to(tl.float32) * x.to(tl.float32)
-    if s.is_delta:
-        return x, tl.rsqrt(tl.sum(squares, 1) + 1e-6)
-    else:
-        return x, tl.full([x.shape[0]], 1.0, tl.float32)
+    return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @jit
@@ -148,36 +149,21 @@ def _dot(x, y, sums, PRECISION: tl.constexpr):
 
 
 @jit
-def _invert_unit_lower(system, T: tl.constexpr, PRECISION: tl.constexpr):
+def _invert_unit_lower(system, s: tl.constexpr):
     """Invert I + system, which is strictly lower triangular [T, T], T = 16 to 64.
 
-    First by substitution in all diagonal blocks of 16 at once, then by joining pairs of inverted
-    blocks: [[A, 0], [C, B]] has the inverse [[A', 0], [-B' C A', B']]. Powers of the system,
-    which need fewer steps, grow without bound and cancel.
+    Join pairs of inverted blocks of 1, 2, 4, ... tokens: [[A, 0], [C, B]] has the inverse
+    [[A', 0], [-B' C A', B']]. Powers of the system, which need fewer steps, grow without bound and
+    cancel.
     """
-    i = tl.arange(0, T)
-    row, column = i[:, None], i[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    blocks = tl.where(row // 16 == column // 16, system, 0.0)
-    for step in range(1, 16):
-        is_row = row % 16 == step
-        factors = tl.sum(tl.where(is_row, blocks, 0.0), 0)  # that row of each column's block
-        change = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(is_row & (row // 16 == column // 16), inverse - change[None, :], inverse)
-    if T > 16:
-        inverse = _join_blocks(inverse, system, row, column, 16, PRECISION)
-    if T > 32:
-        inverse = _join_blocks(inverse, system, row, column, 32, PRECISION)
+    i = tl.arange(0, system.shape[0])
+    apart = i[:, None] ^ i[None, :]
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
+    for level in range(1, s.levels):
+        corner = tl.where(apart >> level == 1, system, 0.0)
+        product = tl.dot(corner, inverse, input_precision=s.precision)
+        inverse -= tl.dot(inverse, product, input_precision=s.precision)
     return inverse
-
-
-@jit
-def _join_blocks(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Join neighboring inverted blocks of SIZE."""
-    between = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
-    corner = tl.where(between, system, 0.0)
-    product = tl.dot(corner, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
 
 @jit
@@ -207,20 +193,26 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
     place = ((sequence * s.heads + head) * chunks + chunk) * T + row
     if s.channel_decay:
         products = tl.load(systems.decayed.products + (place * T + column))
-        inverse = _invert_unit_lower(beta[:, None] * products, T, PRECISION)
+        inverse = _invert_unit_lower(beta[:, None] * products, s)
         right, keys, is_kept = inverse * beta[None, :], systems.decayed.begun + place * CK, i < T
     else:
-        total = tl.cumsum(tl.load(tokens.g + gates, mask=is_real, other=0.0), 0)
+        g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
+        total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
         key = sequence * QK_BATCH + (head // s.sharing) * CK
-        queries, q_scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
-        x, k_scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+        queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
+        x = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+        q_scale, k_scale = _inverse_norm(queries) * s.query_scale, _inverse_norm(x)
+        first = (sequence * s.heads + head) * chunks + chunk
+        tl.store(systems.factors + (first * 2 * T + i), q_scale * tl.exp(total))
+        tl.store(systems.factors + (first * 2 * T + T + i), k_scale * tl.exp(whole - total))
+        tl.store(systems.kept + first, tl.exp(whole))
         decay = _decay_between(total) * k_scale[None, :]
         products = tl.dot(queries, tl.trans(x), input_precision=PRECISION) * decay
-        products *= (q_scale * s.query_scale)[:, None]
+        products *= q_scale[:, None]
         tl.store(systems.scores + place * T + column, products)
         products = tl.dot(x, tl.trans(x), input_precision=PRECISION) * decay
         system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
-        inverse = _invert_unit_lower(system, T, PRECISION)
+        inverse = _invert_unit_lower(system, s)
         right, is_kept = inverse * (beta * tl.exp(total) * k_scale)[None, :], is_real
         keys = tokens.k + key + rows[:, None] * QK_TOKEN
     _store_solved(right, keys, systems.solved_keys + place * CK, is_kept, CK, PRECISION)
@@ -267,7 +259,8 @@ def _scan_chunks(
     state_offsets += (sequence * H + head) * CK * CV
     state = tl.load(state + state_offsets)
     key = sequence * QK_BATCH + (head // s.sharing) * CK
-    place = (sequence * H + head) * chunks * T + i[:, None]
+    first = (sequence * H + head) * chunks
+    place = first * T + i[:, None]
     if s.is_delta:
         values = systems.solved_values + (place * CV + columns)
         keys = systems.solved_keys + (place * CK + c[None, :])
@@ -280,19 +273,24 @@ def _scan_chunks(
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
-        gates = (sequence * Q + rows) * H + head
-        if not s.channel_decay:
-            g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
-            total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
         if s.is_delta:
             correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         if s.channel_decay:
             y = tl.zeros([T, COLUMNS], tl.float32)
             y = _dot(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
         else:
-            queries, scale = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
+            if s.is_delta:
+                factors = systems.factors + (first + chunk) * 2 * T + i
+                read, write = tl.load(factors), tl.load(factors + T)
+                remains = tl.load(systems.kept + first + chunk)
+            else:
+                gates = (sequence * Q + rows) * H + head
+                g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
+                total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+                read, write, remains = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
+            queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
             y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
-            y *= (scale * tl.exp(total) * s.query_scale)[:, None]
+            y *= read[:, None]
         if s.is_delta:
             products = tl.load(scores)
         else:
@@ -317,9 +315,9 @@ def _scan_chunks(
             kept += CK
         else:
             if s.is_delta:
-                written, scale = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
-            correction *= (scale * tl.exp(whole - total))[:, None]
-            state = _take_in(state, written, None, correction, tl.exp(whole), s)
+                written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+            correction *= write[:, None]
+            state = _take_in(state, written, None, correction, remains, s)
         if s.is_delta:
             values += T * CV
             keys += T * CK
@@ -408,7 +406,8 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
     parts = (q, q) if q.dtype == torch.bfloat16 else (state, None)
     decayed = Decayed(state, q, state, *parts, state) if layer.channel_decay else None
-    systems = Systems(state, state, state, decayed) if is_delta else None
+    of_heads = None if decayed else state
+    systems = Systems(*[state] * 3, decayed, of_heads, of_heads) if is_delta else None
     s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
     assert isinstance(s, RuleSettings)
     if systems:
@@ -431,6 +430,9 @@ def _solve_chunks(
     if s.channel_decay:
         decayed = decay_channels(tokens, scores, keys, sizes[:3], s)
         systems = systems._replace(decayed=decayed)
+    else:
+        factors, kept = (state.new_empty(B, H, grid[0], n) for n in (2 * s.rows, 1))
+        systems = systems._replace(factors=factors, kept=kept)
     launch(_solve_chunk, grid, tokens, systems, *sizes, settings=s)
     return systems
 

@@ -23,7 +23,6 @@ class PartSettings:
 
     rows: int  # a program computes: tokens, heads or gates
     columns: int = 1  # channels that it convolves
-    parts: int = 4  # times `rows` tokens share the convolution's weights in a program
     channels: int = 1  # N
     width: int = 1  # W
     heads: int = 1  # a token has; the norm of groups: its groups
@@ -46,35 +45,39 @@ def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arg
     return plain(x, *arguments)
 
 
-# Grid [N / columns, Q / (parts rows), B].
+# Grid [N / columns, Q / rows, B]. A lane has all tokens of its channels, so each is loaded once.
 @jit
 def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
     N: tl.constexpr = s.channels
     W: tl.constexpr = s.width
-    channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)[None, :]
-    sequence, is_channel, taps = tl.program_id(2).to(tl.int64), channel < N, ()
+    channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)
+    first = tl.full([s.columns], tl.program_id(1) * s.rows, tl.int32)
+    sequence = tl.program_id(2).to(tl.int64)
+    is_channel, taps, inputs = channel < N, (), ()
     x += sequence * X_BATCH + channel
     window += sequence * (W - 1) * N + channel
     y += sequence * Q * N + channel
+    for n in tl.static_range(s.rows + W - 1):
+        token = first + n - (W - 1)
+        exists = is_channel & (token >= 0) & (token < Q)
+        given = tl.load(x + token * X_TOKEN, mask=exists, other=0.0)
+        if n < W - 1:
+            past = window + (token + W - 1) * N
+            given += tl.load(past, mask=is_channel & (token < 0), other=0.0)
+        inputs = inputs + (given.to(tl.float32),)
     for n in tl.static_range(W):
         tap = tl.load(weight + channel * W + n, mask=is_channel, other=0.0)
         taps = taps + (tap.to(tl.float32),)
-    start = tl.zeros([s.rows, s.columns], tl.float32)
+    start = tl.zeros([s.columns], tl.float32)
     if bias is not None:
         start += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
-    for part in range(s.parts):
-        first = (tl.program_id(1) * s.parts + part) * s.rows
-        token, total = first + tl.arange(0, s.rows)[:, None], start
-        exists = is_channel & (token < Q)
+    for row in tl.static_range(s.rows):
+        total = start
         for n in tl.static_range(W):
-            source = token + n - (W - 1)
-            given = tl.load(x + source * X_TOKEN, mask=exists & (source >= 0), other=0.0)
-            given = given.to(tl.float32)
-            if first < W - 1:
-                past = tl.load(window + (token + n) * N, mask=exists & (source < 0), other=0.0)
-                given += past.to(tl.float32)
-            total += given * taps[n]
-        tl.store(y + token * N, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=exists)
+            total += inputs[row + n] * taps[n]
+        total *= tl.sigmoid(total)
+        exists = is_channel & (first + row < Q)
+        tl.store(y + (first + row) * N, total.to(y.dtype.element_ty), mask=exists)
 
 
 def causal_conv_silu(
@@ -92,9 +95,9 @@ def launch_convolution(
     check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
     x = x if x.stride(2) == 1 else x.contiguous()
     y, s = x.new_empty(B, Q, N), PartSettings(16, 256, channels=N, width=W)
-    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.parts * s.rows), B
+    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
     tensors = x, window.contiguous(), weight, bias, y
-    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s)
+    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s, warps=1)
     return y
 
 
