@@ -40,7 +40,8 @@ class KernelError(RuntimeError):
 class Constants:
     """Settings as a compiled kernel sees them: each number or text is a `tl.constexpr`.
 
-    Triton takes no plain number as a shape, as a range's end or as a divisor.
+    Triton takes no plain number as a shape, as a range's end or as a divisor, and no plain tuple in
+    a comprehension.
     """
 
     def __init__(self, settings):
@@ -50,6 +51,8 @@ class Constants:
         value = getattr(self.settings, name)
         if isinstance(value, int | float | str):
             return tl.constexpr(value)
+        if type(value) is tuple:
+            return tl.tuple(map(tl.constexpr, value))
         return Constants(value) if dataclasses.is_dataclass(value) else value
 
     def __eq__(self, other) -> bool:

@@ -28,7 +28,7 @@ from ops.products.join import (
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.weights import Weight
-from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce, receive_add
+from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, TokenInbox, can_receive
 from parallel.process_group import rank, run_collective, size, state, total
 
@@ -148,10 +148,7 @@ def all_reduce_add(
     [B, 1, D], are normed after the sum, as by `add_branch`.
     """
     if y is None:
-        inbox = state().token_inbox
-        if added.norm is not None:
-            return run_collective(add_branch, x, added, eps, inbox)
-        return run_collective(receive_add, x, inbox, scale)
+        return run_collective(add_branch, x, added, eps, state().token_inbox, scale)
     if added.norm is not None:
         return add_branch(x, added._replace(y=_all_reduce(y, None, y)), eps)
     if _method(x.nbytes) == "push":

@@ -66,7 +66,6 @@ from ops.products import tilings as moe_tiles
 from ops.products.join import Added, NormRouter, add_branch, norm_router, receive_norm_router
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
-from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
@@ -644,10 +643,8 @@ class TwoRanks:
         inbox = self.inboxes[len(self.found)]
         if not self.sends:
             receive = plain
-        elif norms.norm is None:
-            receive = partial(receive_add, x, inbox, scale)
         else:
-            receive = partial(add_branch, x, norms, eps, inbox)
+            receive = partial(add_branch, x, norms, eps, inbox, scale)
         if x is self.rows:  # before a dense FFN: both ranks have sent attention's result
             return receive()
         self.sums.append(x)
@@ -836,7 +833,7 @@ def receive_part(
     x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
     want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
     if weight is None:
-        total = receive_add(x, inbox, case.scale)
+        total = add_branch(x, Added(), 0.0, inbox, case.scale)
         return (total,), {"sum": relative(total, want_total)}
     score_bias = torch.randn(case.E)
     routing = Routing(1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated)
@@ -885,8 +882,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
         before = NormRouter(x[0], 1e-5, router, routing)
         args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
         found[f"{name} over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
-        code = launched_code(partial(receive_add, x, inbox, 1.0))
-        found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
+        code = launched_code(partial(add_branch, x, Added(), 0.0, inbox))
+        found[f"{name}, sum over {ranks}"] = counts_of(code["join_tokens"])
     # Gemma 4's sums: attention's result is normed, the FFN's are two branches.
     x = torch.zeros(1, ARCHITECTURES["gemma-4-26B-A4B"].dim, dtype=torch.bfloat16)
     routing = Routing(8, True, factors=x.new_zeros(128))

@@ -4,7 +4,7 @@
 
     norm_router           x is given, or x and a sublayer's result to be normed; scores. One GPU
     norm_tokens           the same without scores: more tokens than a product norms by itself
-    add_branch            x + a normed result, or that of messages; no norm after it
+    add_branch            x + a normed result, or that of messages; x + messages; no norm after it
     receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py), or x + their norm
     fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
     fixed_sandwich        the same of normed branches: Gemma 4
@@ -48,6 +48,7 @@ from ops.ranks.mailbox import (
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them
+PART = 128  # numbers that a program (one warp) adds, if nothing is normed
 
 # Parameters of the kernel -------------------------------------------------------------------------
 
@@ -99,6 +100,7 @@ class Join:
     unscaled: bool = False  # scores are of the norm without its weight
     bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
+    part: int = 0  # numbers of the token that a program has, if nothing is normed; 0: all
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -108,13 +110,13 @@ class Join:
 
     @property
     def block(self) -> int:
-        """Numbers of a tile that has a token."""
-        return triton.next_power_of_2(self.D)
+        """Numbers of a tile that has a token, or a part of it."""
+        return self.part or triton.next_power_of_2(self.D)
 
     @property
     def probes(self) -> int:
         """Words of a message that a program waits for at first."""
-        return PROBES if self.D >= PROBES else 0
+        return PROBES if self.D >= PROBES and not self.part else 0
 
 
 # Kernel -------------------------------------------------------------------------------------------
@@ -171,19 +173,9 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
 
-@jit
-def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
-    """Norm this program's quads of x, raw as of `load_quads`, and store them as a `QuantizedX`."""
-    values = ()
-    for k in tl.static_range(l.fields):
-        value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
-        values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l)
-
-
-# Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
-# [N / rows, T]: each program norms a whole token, and computes `rows` of its scores. So it needs no
-# other program's results.
+# Grid without scores [T]: a program has a token; or [D / part]: a part of one. With scores [N /
+# rows], of several tokens [N / rows, T]: each program norms a whole token, and computes `rows` of
+# its scores. So it needs no other program's results.
 # All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
@@ -207,12 +199,13 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if l is not None:
             normed += token * (l.quads * l.fields)
             units += token * (l.quads * l.units)
-    elif not ROWS:
+    elif not (ROWS or s.part):
         at = tl.program_id(0).to(tl.int64) * D
     x += at
     if l is None and normed is not None:
         normed += at
-    d, program = tl.arange(0, s.block), tl.program_id(0)
+    program = tl.program_id(0)
+    d = program * s.part + tl.arange(0, s.block)
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)
@@ -286,7 +279,11 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         value = (value.to(tl.float32) * scale).to(dtype)
     if l is not None:
         if program * l.lanes < l.quads:  # the other programs end sooner
-            _store_quantized(raw, scales, factor, normed, units, dtype, l)
+            quads = [  # rounded, as the norm is
+                (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)).to(dtype).to(tl.float32)
+                for k in l.field_numbers
+            ]
+            store_quads(quads, normed, units, l)
     elif normed is not None:
         tl.store(normed + d, value, mask=_stores(d, s))
     if results.plain is not None:
@@ -417,19 +414,25 @@ def norm_tokens(
     return normed
 
 
-def add_branch(x: Tensor, added: Added, eps: float, inbox: TokenInbox | None = None) -> Tensor:
+def add_branch(
+    x: Tensor, added: Added, eps: float, inbox: TokenInbox | None = None, scale: float = 1.0
+) -> Tensor:
     """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms.
 
-    inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y.
+    inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y. Without a norm
+    the result is x + scale * the sum of messages [D], bitwise identical on all ranks. With PDL x is
+    loaded while the previous kernel runs, which must not write it.
     """
     total, (T, D) = torch.empty_like(x), x.shape
     branches = 1 if added.branch_norms is None else len(added.branch_norms)
-    s = Join(D, eps, branches=branches)
+    s, warps = Join(D, eps, branches=branches, scale=scale), 8
     if inbox is not None:
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
         s = replace(s, messages=messages_of(inbox))
+    if added.norm is None:
+        s, warps = replace(s, part=PART, early=True), 1
     tensors = x, added, None, None, Router(), Results(total=total)
-    launch(join_tokens, (T,), *tensors, settings=s, warps=8)
+    launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
     return total
 
 
@@ -442,7 +445,7 @@ def receive_norm_router(
     weight: Weight | None = None,
     added: Added = NOTHING,
 ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
-    """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
+    """Receive and add as `add_branch` does, norm the result [1, D], and score the experts for it.
 
     Return x + scale * sum, rounded, then its norm and scores as `norm_router`; all are bitwise
     identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
