@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
-from ops.products.fixed_join import empty_scores, fixed_add_norm, fixed_sandwich
+from ops.products.fixed_join import NextNorm, empty_scores, fixed_join
 from ops.products.join import (
     NOTHING,
     Added,
@@ -66,13 +66,13 @@ def all_reduce_add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y, then add, norm and compute router scores as `fixed_join.fixed_add_norm`.
+    """All-reduce y, then add, norm and compute router scores (`fixed_join`).
 
     x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
     combined first. Return x + scale * sum, its norm, and the scores.
     """
-    y = _all_reduce(y, weights, x)
-    return fixed_add_norm(x, y, scale, weight, bias, eps, router)
+    added = Added(y=_all_reduce(y, weights, x))
+    return fixed_join(x, added, NextNorm(weight, bias, eps), router, scale)
 
 
 @all_reduce_add_norm.register_fake
@@ -92,9 +92,13 @@ def all_reduce_sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y [N, ..., D] in one message, then compute `fixed_join.fixed_sandwich`."""
+    """All-reduce y [N, ..., D] in one message, then add the norm of these branches, and so on.
+
+    weight, scalar: as of `Added`. next_weight: of the sum's norm. The rest: as above.
+    """
     y = _all_reduce(y, None, y)
-    return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
+    added = Added(y=y, branch_norms=branch_weights, norm=weight, scalar=scalar)
+    return fixed_join(x, added, NextNorm(next_weight, None, eps), router)
 
 
 @all_reduce_sandwich.register_fake

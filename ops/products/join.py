@@ -6,8 +6,7 @@
     norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
     receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py), or x + their norm
-    fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
-    fixed_sandwich        the same of normed branches: Gemma 4
+    fixed_join            x + y, or normed branches; scores or none: compiled blocks
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
 equal. Inductor's tile shapes may differ between ranks. `join_tokens` has fixed ones, and adds
