@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ try:
 except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton, tl = None, SimpleNamespace(constexpr=lambda value: value)  # annotations name it
 
+S = TypeVar("S")
 log = logging.getLogger("moe_fast")
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
@@ -211,7 +213,7 @@ def launch_options(
     return options
 
 
-def fit(kernel: Kernel, candidates: Iterable[tuple[object, dict]], *args) -> tuple[object, dict]:
+def fit(kernel: Kernel, candidates: Iterable[tuple[S, dict]], *args) -> tuple[S, dict]:
     """Return the first candidate with which a kernel fits into the GPU's shared memory.
 
     candidates: settings, and the other keyword arguments of `launch`; the fastest first. args: as

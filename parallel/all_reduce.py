@@ -24,7 +24,6 @@ from ops.products.join import (
     NormRouter,
     add_branch,
     norm_router,
-    receive_norm_router,
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.weights import Weight
@@ -174,14 +173,15 @@ def all_reduce_add_router(
     Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two. added: as
     of `all_reduce_add`; its eps is that of the router's norm.
     """
+    total, args = torch.empty_like(x), (router, weight, indices)
     if y is None:
-        args = scale, router, indices, weight, added
-        return run_collective(receive_norm_router, x, state().token_inbox, *args)
+        how = dict(added=added, total=total, inbox=state().token_inbox, scale=scale)
+        return total, *run_collective(norm_router, x, *args, **how)
     if added.norm is not None:
-        added, total = added._replace(y=_all_reduce(y, None, y)), torch.empty_like(x)
-        return total, *norm_router(x, router, weight, indices, added=added, total=total)
+        added = added._replace(y=_all_reduce(y, None, y))
+        return total, *norm_router(x, *args, added=added, total=total)
     x = all_reduce_add(x, y, scale)
-    return x, *norm_router(x, router, weight, indices)
+    return x, *norm_router(x, *args)
 
 
 # Methods ------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from ops.declared import SWIGLU, Activation, Routing
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
-from ops.products.join import Added, NormRouter, add_branch, norm_router, receive_norm_router
+from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
@@ -656,8 +656,8 @@ class TwoRanks:
     ):
         """Stand in for `tp.all_reduce_add_router`."""
         if self.sends:
-            args = scale, router, indices, weight, norms
-            return receive_norm_router(x, self.inboxes[len(self.found)], *args)
+            inbox = self.inboxes[len(self.found)]
+            return receive_norm_router(x, inbox, scale, router, indices, weight, norms)
         if norms.norm is None:
             x = x + scale * sum(self.parts)
             return x, *norm_router(x, router, weight, indices)
@@ -863,6 +863,21 @@ def receive_part(
         "norm": relative(normed, want_normed),
         "scores": relative(scores[0], want),
     }
+
+
+def receive_norm_router(
+    x: Tensor,
+    inbox: TokenInbox,
+    scale: float,
+    router: NormRouter,
+    indices: Tensor,
+    weight: Weight | None = None,
+    added: Added = NOTHING,
+) -> tuple[Tensor, Tensor | quantized_x.QuantizedX, Tensor]:
+    """Return the sum of messages and x, its norm, and scores."""
+    total = torch.empty_like(x)
+    how = dict(added=added, total=total, inbox=inbox, scale=scale)
+    return total, *norm_router(x, router, weight, indices, **how)
 
 
 def reduction_code() -> dict[str, dict[str, int]]:

@@ -373,11 +373,7 @@ def _fit_tile(
             replace(c, parts=count_parts(programs, c.length, c.tile.block, device))
             for c in candidates
         )
-    found, options = fit(
-        _attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty
-    )
-    assert isinstance(found, LatentSettings)
-    return found, options
+    return fit(_attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty)
 
 
 @torch.library.custom_op("moe_fast::attend_latent", mutates_args=())

@@ -2,10 +2,10 @@
 
 `join_tokens` has compile-time cases, which launchers name:
 
-    norm_router           x is given, or x and a sublayer's result to be normed; scores. One GPU
+    norm_router           x is given; or x and a sublayer's result to be normed, or the messages of
+                          all ranks (ops/ranks/mailbox.py), or these to be normed; scores
     norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
-    receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py), or x + their norm
     fixed_join            x + y, or normed branches; scores or none: compiled blocks
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
@@ -371,6 +371,8 @@ def norm_router(
     warps: int = 4,
     added: Added = NOTHING,
     total: Tensor | None = None,
+    inbox: TokenInbox | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -380,20 +382,29 @@ def norm_router(
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
     expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. added: one branch, which is normed and added to x
-    first; total [T, D] is where to store the sum. With PDL, all but x and the branch is loaded
-    while the previous kernel runs. Raises ValueError as `NormRouter.check`.
+    warps: of a program; rows None: `rows_of`. Raises ValueError as `NormRouter.check`.
+
+    added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
+    inbox: what is added to T = 1 is `scale` times the messages of all ranks there, or with a norm
+    these messages, normed; the results are bitwise identical on all ranks. With PDL, all but x and
+    the branch is loaded while the previous kernel runs; with an inbox x, too.
     """
     before.check(x)
-    N, T = len(before.rows), len(x)
-    rows = rows or rows_of(N, T)
-    programs = triton.cdiv(N, rows)
+    (N, D), T, messages = before.rows.shape, len(x), {}
+    if inbox is None:
+        rows = rows or rows_of(N, T)
+        programs = triton.cdiv(N, rows)
+    else:
+        programs, rows, share = divide_token(N, D)
+        warps = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8
+        messages = dict(share=share, scale=scale, messages=messages_of(inbox))
+        added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
     results = results_of(normed, total=total, scores=before.empty_scores(T), indices=indices)
     if layout is not None:
         results = results._replace(plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
-    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
+    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
     grid = (programs,) if T == 1 else (programs, T)
     tensors = x, added, before.norm, None, before.router, results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
@@ -433,42 +444,3 @@ def add_branch(
     tensors = x, added, None, None, Router(), Results(total=total)
     launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
     return total
-
-
-def receive_norm_router(
-    x: Tensor,
-    inbox: TokenInbox,
-    scale: float,
-    before: NormRouter,
-    indices: Tensor,
-    weight: Weight | None = None,
-    added: Added = NOTHING,
-) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
-    """Receive and add as `add_branch` does, norm the result [1, D], and score the experts for it.
-
-    Return x + scale * sum, rounded, then its norm and scores as `norm_router`; all are bitwise
-    identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
-
-    before, indices, weight: as of `norm_router`. added: with a norm of the sum, before x is added;
-    its eps is that of `before`. With PDL, all but the messages is loaded while the previous kernel
-    runs, which must not write it. Raises ValueError as `NormRouter.check`.
-    """
-    before.check(x)
-    N, D = before.rows.shape
-    programs, rows, share = divide_token(N, D)
-    warps, total = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8, torch.empty_like(x)
-    normed, layout = empty_norm(x, weight, programs, warps)
-    scores = before.empty_scores(1)
-    results = results_of(normed, total=total, scores=scores, indices=indices)
-    s = before.settings(
-        rows,
-        share=share,
-        pairs=indices.shape[1],
-        scale=scale,
-        messages=messages_of(inbox),
-        layout=layout,
-    )
-    added = added._replace(memory=inbox.memory, calls=inbox.calls)
-    tensors = x, added, before.norm, None, before.router, results
-    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps)
-    return total, normed, scores
