@@ -1,5 +1,6 @@
-"""The state of the gated delta rule as its kernel holds it: sizes, tiles, and a token's update; and
-what it shares with that of Mamba-2: pending tokens, and the convolution.
+"""The state of the gated delta rule as its kernel holds it: sizes, tiles, and a token's update.
+
+Pending tokens, and the convolution, are Mamba-2's, too.
 
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
@@ -12,7 +13,7 @@ from torch import Tensor
 from ops.launch import jit, tl, triton
 
 COLUMNS = 32  # Cv columns of the state that a program has in a prompt
-WARPS = 8  # of a program of `_update_heads`
+WARPS = 8  # a program of `_update_heads` has
 
 
 class DeltaWeights(NamedTuple):

@@ -230,8 +230,8 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 # P-th block of positions. Parts without positions have no result. A row that sees none of a part's
 # positions has the largest score -inf, and no weight in the merge.
 #
-# One function: its order of loads and waits decides its speed. The first block of the cache, but
-# for the newest position, is prefetched into L2: loaded into registers, it made the loop spill.
+# One function: its order of loads and waits decides its speed. It prefetches the first block of the
+# cache into L2, except the newest position: loaded into registers, a block made the loop spill.
 @jit
 def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows

@@ -21,7 +21,7 @@ class NextNorm(NamedTuple):
 
     weight: Tensor | None
     bias: Tensor | None
-    eps: float  # of the branches' norms, too
+    eps: float  # the branches' norms have the same
 
 
 def empty_scores(x: Tensor, router: Tensor | None) -> Tensor:
@@ -37,9 +37,9 @@ def fixed_join(
     """Add results to x [..., D], norm the sum and compute router scores from it.
 
     added: y like x, times scale; with a norm branches y [B, ..., D]. router [E, D] gives scores
-    [T, E]; None gives [0]. Return the sum, the norm and the scores, bitwise identical on all GPUs
-    of one kind. cuBLAS computes the scores of several tokens: it chooses its kernels by shapes
-    alone, hence the same on all ranks.
+    [T, E]; None gives [0]. Return the sum, the norm and the scores: all GPUs of one kind give the
+    same bits. cuBLAS computes the scores of several tokens: it chooses its kernels by shapes alone,
+    hence the same on all ranks.
     """
     D, results, x = x.shape[-1], added.y, x.contiguous()
     if x.shape != results.shape[int(added.norm is not None) :]:
