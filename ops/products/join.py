@@ -385,9 +385,9 @@ def norm_router(
     warps: of a program; rows None: `rows_of`. Raises ValueError as `NormRouter.check`.
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
-    inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm the
-    norm of their sum. The results are bitwise identical on all ranks. With PDL, all but x and the
-    branch is loaded while the previous kernel runs; with an inbox x, too.
+    inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
+    the norm of their sum. The results are bitwise identical on all ranks. With PDL, all but x and
+    the branch is loaded while the previous kernel runs; with an inbox x, too.
     """
     before.check(x)
     (N, D), T, messages = before.rows.shape, len(x), {}
