@@ -203,8 +203,9 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     x += at
     if l is None and normed is not None:
         normed += at
-    program = tl.program_id(0)
-    d = program * s.part + tl.arange(0, s.block)
+    d, program = tl.arange(0, s.block), tl.program_id(0)
+    if s.part:
+        d += program * s.part
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)
