@@ -9,7 +9,7 @@ gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs
 (gloo) is timed, by the clock.
 
 A block's all-reduces are followed by a residual add and a norm
-(`ops.products.fixed_join.fixed_add_norm`). Both together are timed for a token's [1, D].
+(`ops.products.fixed_join`). Both together are timed for a token's [1, D].
 Prediction: 1 us more than the all-reduce, since the second kernel starts while the first one waits;
 0.5 us more if it also combines per-expert outputs and computes a router's scores, as in a block. In
 fused decode kernels a product sends its rows itself, and the next kernel receives them; both are
@@ -33,8 +33,8 @@ from cli.parser import Parser
 from model import weighted_sum
 from ops.declared import Routing
 from ops.products.dense import dense_product
-from ops.products.fixed_join import fixed_add_norm
-from ops.products.join import NormRouter
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import Added, NormRouter
 from ops.products.weights import plain_weight
 from parallel import process_group
 from parallel.all_reduce import (
@@ -134,7 +134,8 @@ class JoinInputs:
 
     def by_method(self, method: str) -> tuple[Tensor, ...]:
         """All-reduce y by a method, then add and norm."""
-        return fixed_add_norm(self.x, sum_over_ranks(method, self.y), *self.norm, None)
+        added = Added(y=sum_over_ranks(method, self.y))
+        return fixed_join(self.x, added, NextNorm(*self.norm[1:]), scale=self.norm[0])
 
     def as_in_a_block(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """The same by the chosen method, of per-expert outputs, with a router's scores."""

@@ -75,7 +75,7 @@ def random_layer(batch: int) -> dict[str, Tensor]:
 def fused_step(layer: dict[str, Tensor], last: Tensor | None = None) -> Tensor:
     qkvz, ba, state, *pending = list(layer.values())[:6]
     *weights, positions, arrivals = list(layer.values())[6:]
-    return delta_tokens(qkvz, [ba], state, pending, weights, positions, last, arrivals, K, EPS)
+    return delta_tokens(qkvz, [ba], state, pending, weights, positions, last, arrivals, EPS)
 
 
 def window_of(layer: dict[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ try:
 except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton, tl = None, SimpleNamespace(constexpr=lambda value: value)  # annotations name it
 
+S = TypeVar("S")
 log = logging.getLogger("moe_fast")
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
@@ -40,7 +42,8 @@ class KernelError(RuntimeError):
 class Constants:
     """Settings as a compiled kernel sees them: each number or text is a `tl.constexpr`.
 
-    Triton takes no plain number as a shape, as a range's end or as a divisor.
+    Triton takes no plain number as a shape, as a range's end or as a divisor, and no plain tuple in
+    a comprehension.
     """
 
     def __init__(self, settings):
@@ -50,6 +53,8 @@ class Constants:
         value = getattr(self.settings, name)
         if isinstance(value, int | float | str):
             return tl.constexpr(value)
+        if type(value) is tuple:
+            return tl.tuple(map(tl.constexpr, value))
         return Constants(value) if dataclasses.is_dataclass(value) else value
 
     def __eq__(self, other) -> bool:
@@ -208,7 +213,7 @@ def launch_options(
     return options
 
 
-def fit(kernel: Kernel, candidates: Iterable[tuple[object, dict]], *args) -> tuple[object, dict]:
+def fit(kernel: Kernel, candidates: Iterable[tuple[S, dict]], *args) -> tuple[S, dict]:
     """Return the first candidate with which a kernel fits into the GPU's shared memory.
 
     candidates: settings, and the other keyword arguments of `launch`; the fastest first. args: as

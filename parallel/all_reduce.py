@@ -17,18 +17,17 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
-from ops.products.fixed_join import empty_scores, fixed_add_norm, fixed_sandwich
+from ops.products.fixed_join import NextNorm, empty_scores, fixed_join
 from ops.products.join import (
     NOTHING,
     Added,
     NormRouter,
     add_branch,
     norm_router,
-    receive_norm_router,
 )
 from ops.products.quantized_x import QuantizedX
 from ops.products.weights import Weight
-from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce, receive_add
+from ops.ranks.all_reduce import WORDS, Inbox, push_all_reduce
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, TokenInbox, can_receive
 from parallel.process_group import rank, run_collective, size, state, total
 
@@ -66,13 +65,13 @@ def all_reduce_add_norm(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y, then add, norm and compute router scores as `fixed_join.fixed_add_norm`.
+    """All-reduce y, then add, norm and compute router scores (`fixed_join`).
 
     x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
     combined first. Return x + scale * sum, its norm, and the scores.
     """
-    y = _all_reduce(y, weights, x)
-    return fixed_add_norm(x, y, scale, weight, bias, eps, router)
+    added = Added(y=_all_reduce(y, weights, x))
+    return fixed_join(x, added, NextNorm(weight, bias, eps), router, scale)
 
 
 @all_reduce_add_norm.register_fake
@@ -92,9 +91,13 @@ def all_reduce_sandwich(
     eps: float,
     router: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce y [N, ..., D] in one message, then compute `fixed_join.fixed_sandwich`."""
+    """All-reduce y [N, ..., D] in one message, then add the norm of these branches, and so on.
+
+    weight, scalar: as of `Added`. next_weight: of the sum's norm. The rest: as above.
+    """
     y = _all_reduce(y, None, y)
-    return fixed_sandwich(x, y, branch_weights, weight, scalar, next_weight, eps, router)
+    added = Added(y=y, branch_norms=branch_weights, norm=weight, scalar=scalar)
+    return fixed_join(x, added, NextNorm(next_weight, None, eps), router)
 
 
 @all_reduce_sandwich.register_fake
@@ -148,10 +151,7 @@ def all_reduce_add(
     [B, 1, D], are normed after the sum, as by `add_branch`.
     """
     if y is None:
-        inbox = state().token_inbox
-        if added.norm is not None:
-            return run_collective(add_branch, x, added, eps, inbox)
-        return run_collective(receive_add, x, inbox, scale)
+        return run_collective(add_branch, x, added, eps, state().token_inbox, scale)
     if added.norm is not None:
         return add_branch(x, added._replace(y=_all_reduce(y, None, y)), eps)
     if _method(x.nbytes) == "push":
@@ -173,14 +173,15 @@ def all_reduce_add_router(
     Return x + scale * sum, its norm, and the scores. One kernel if y is None, else two. added: as
     of `all_reduce_add`; its eps is that of the router's norm.
     """
+    total, args = torch.empty_like(x), (router, weight, indices)
     if y is None:
-        args = scale, router, indices, weight, added
-        return run_collective(receive_norm_router, x, state().token_inbox, *args)
+        how = dict(added=added, total=total, inbox=state().token_inbox, scale=scale)
+        return total, *run_collective(norm_router, x, *args, **how)
     if added.norm is not None:
-        added, total = added._replace(y=_all_reduce(y, None, y)), torch.empty_like(x)
-        return total, *norm_router(x, router, weight, indices, added=added, total=total)
+        added = added._replace(y=_all_reduce(y, None, y))
+        return total, *norm_router(x, *args, added=added, total=total)
     x = all_reduce_add(x, y, scale)
-    return x, *norm_router(x, router, weight, indices)
+    return x, *norm_router(x, *args)
 
 
 # Methods ------------------------------------------------------------------------------

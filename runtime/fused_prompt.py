@@ -20,7 +20,8 @@ from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.gate import gate_heads
 from ops.plain.ring import past_of_chunk, ring_of
-from ops.products.fixed_join import fixed_add_norm, fixed_sandwich
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import Added
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.routing import route
@@ -199,13 +200,13 @@ class PromptLayer:
         added = self.sums[n]
         if undeclared(norm, RMSNorm) or added.branch_norms:
             return self.adds[n](x, y, norm)
-        y = y.view_as(x)
+        y, after = y.view_as(x), NextNorm(norm.weight, None, norm.eps)
         if added.norm is None:
-            return fixed_add_norm(x, y, added.scale, norm.weight, None, norm.eps, None)[:2]
+            return fixed_join(x, Added(y=y), after, scale=added.scale)[:2]
         if added.norm.eps != norm.eps:
             return self.adds[n](x, y, norm)
-        weights = None, added.norm.weight, added.scalar, norm.weight
-        return fixed_sandwich(x, y.unsqueeze(0), *weights, norm.eps, None)[:2]
+        branch = Added(y=y.unsqueeze(0), norm=added.norm.weight, scalar=added.scalar)
+        return fixed_join(x, branch, after)[:2]
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""

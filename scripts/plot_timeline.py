@@ -29,7 +29,6 @@ NAMES = {
     "_merge_values": "merge of parts, values",
     "_update_heads": "Gated DeltaNet",
     "join_tokens": "norm, router",
-    "_receive_add": "sum over ranks, residual",
     "_quantize_token": "x as integers",
     "mul_sum_unbind": "weighted sum, residual, norm",
     "add_as_strided": "residual, norm",

@@ -21,7 +21,7 @@ from model import Context
 from models.layers import gated_delta_net, kimi_delta
 from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
-from ops.attention import delta_pending, delta_prompt, recurrent_parts
+from ops.attention import delta, delta_prompt, recurrent_parts
 from ops.attention.delta import delta_tokens
 from ops.plain.gated_delta import (
     chunk_in_torch,
@@ -116,7 +116,7 @@ def random_token(
     last = None if last is None else torch.tensor(last)
     arrivals = torch.zeros(B, K, dtype=torch.int32)
     positions = torch.full((B, 1), 7)
-    return [qkvz, gates, state, pending, list(weights), positions, last, arrivals, K, 1e-6]
+    return [qkvz, gates, state, pending, list(weights), positions, last, arrivals, 1e-6]
 
 
 def random_few(
@@ -164,8 +164,8 @@ def few_errors(case: tuple, channel_decay: bool = False) -> list[float]:
 
     def take_in(state: DeltaState, position, last, row, by_kernel: bool) -> None:
         memory = state.state, state.pending(), [*layer.weights()]
-        with mock.patch.object(delta_pending, "kernels_support", lambda _: by_kernel):
-            delta_pending.take_in_pending(*memory, position, last, row, layer.sizes.key_heads)
+        with mock.patch.object(delta, "kernels_support", lambda _: by_kernel):
+            delta.take_in_pending(*memory, position, last, row, state.arrivals)
 
     return layer_errors(layer, *call, run, take_in)
 
@@ -185,9 +185,10 @@ def module_of(layer: DeltaNet | KimiDelta):
 N_SEED = 3
 
 
-def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals, K, eps):
+def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals, eps):
     """Compute `delta_tokens` of one token in PyTorch -> y, the new state and the new window."""
     (B, H, Ck, Cv), (conv_weight, a_log, dt_bias, norm) = state.shape, weights
+    K = arrivals.shape[1]
     x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
     window = pending[0][:, : conv_weight.shape[1] - 1]
     b, a = gates[0].float().chunk(2, -1)

@@ -74,7 +74,9 @@ from ops.plain import norms
 from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
-from ops.products import codes, fixed_join, gemv, operands, pipeline, units, words
+from ops.products import codes, gemv, operands, pipeline, units, words
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import Added
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
@@ -744,7 +746,8 @@ def fixed_errors() -> dict[str, float]:
         ):
             for T, rows_of in ((1, rows), (3, rows), (3, None)):
                 parts = x[:T].as_subclass(OnCuda), y[:T].as_subclass(OnCuda)
-                got = fixed_join.fixed_add_norm(*parts, 0.5, weight, bias, 1e-5, rows_of)
+                given = parts[0], Added(y=parts[1]), NextNorm(weight, bias, 1e-5)
+                got = fixed_join(*given, rows_of, 0.5)
                 total = x[:T] + 0.5 * y[:T]
                 normed = norm(total, (D,), weight, *(() if bias is None else (bias,)), 1e-5)
                 want = total, normed, total.new_empty(0) if rows_of is None else normed @ rows.T
@@ -776,7 +779,7 @@ def fixed_errors() -> dict[str, float]:
 
 
 def sandwich_errors() -> dict[str, float]:
-    """Return relative errors of `ops.products.fixed_join.fixed_sandwich` against PyTorch."""
+    """Return relative errors of `fixed_join` of normed branches against PyTorch."""
     found = {}
     for D, tokens, branches in ((2816, 1, 2), (2816, 1, 1), (64, 3, 2)):
         x, y, router = torch.randn(tokens, D), torch.randn(branches, tokens, D), torch.randn(7, D)
@@ -784,9 +787,10 @@ def sandwich_errors() -> dict[str, float]:
         scalar = torch.tensor([0.7])
         of_branches = of_each if branches > 1 else None
         for given in ((scalar, after, None), (None, None, router), (scalar, None, router)):
-            rest = of_branches, weight, *given[:2], 1e-6, given[2]
-            got = fixed_join.fixed_sandwich(x.as_subclass(OnCuda), y, *rest)
-            want = norms.sandwich(x, y, *rest)
+            added = Added(y=y, branch_norms=of_branches, norm=weight, scalar=given[0])
+            rest = added, NextNorm(given[1], None, 1e-6), given[2], 1.0
+            got = fixed_join(x.as_subclass(OnCuda), *rest)
+            want = norms.join(x, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
             )
@@ -808,24 +812,17 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(1, 6144, dtype=torch.bfloat16),
         torch.randn(8, 6144, dtype=torch.bfloat16),
     )
+    norm = NextNorm(weight[0], None, 1e-5)
+    branches = Added(None, None, weight[:2, None], weight[:2], weight[0], weight[0, :1])
     cases = {
-        "fixed_add_norm": (fixed_join.fixed_add_norm, (x, x, 1.0, weight[0], None, 1e-5, None)),
-        "fixed_add_norm with scores": (
-            fixed_join.fixed_add_norm,
-            (x, x, 1.0, weight[0], None, 1e-5, weight),
-        ),
+        "fixed_add_norm": (fixed_join, (x, Added(y=x), norm)),
+        "fixed_add_norm with scores": (fixed_join, (x, Added(y=x), norm, weight)),
         "fixed_add_norm, wide, with scores": (
-            fixed_join.fixed_add_norm,
-            (wide, wide, 1.0, wide[0], None, 1e-5, wide_rows),
+            fixed_join,
+            (wide, Added(y=wide), norm._replace(weight=wide[0]), wide_rows),
         ),
-        "fixed_sandwich": (
-            fixed_join.fixed_sandwich,
-            (x, weight[:2, None], weight[:2], weight[0], weight[0, :1], weight[0], 1e-6, None),
-        ),
-        "fixed_add_norm with many scores": (
-            fixed_join.fixed_add_norm,
-            (x, x, 1.0, weight[0], None, 1e-5, many),
-        ),
+        "fixed_sandwich": (fixed_join, (x, branches, norm)),
+        "fixed_add_norm with many scores": (fixed_join, (x, Added(y=x), norm, many)),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(

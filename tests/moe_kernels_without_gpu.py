@@ -66,10 +66,9 @@ from ops.plain.mamba2 import group_norm
 from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
-from ops.products.join import Added, NormRouter, add_branch, norm_router, receive_norm_router
+from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
-from ops.ranks.all_reduce import receive_add
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
@@ -662,10 +661,8 @@ class TwoRanks:
         inbox = self.inboxes[len(self.found)]
         if not self.sends:
             receive = plain
-        elif norms.norm is None:
-            receive = partial(receive_add, x, inbox, scale)
         else:
-            receive = partial(add_branch, x, norms, eps, inbox)
+            receive = partial(add_branch, x, norms, eps, inbox, scale)
         if x is self.rows:  # before a dense FFN: both ranks have sent attention's result
             return receive()
         self.sums.append(x)
@@ -677,8 +674,8 @@ class TwoRanks:
     ):
         """Stand in for `tp.all_reduce_add_router`."""
         if self.sends:
-            args = scale, router, indices, weight, norms
-            return receive_norm_router(x, self.inboxes[len(self.found)], *args)
+            inbox = self.inboxes[len(self.found)]
+            return receive_norm_router(x, inbox, scale, router, indices, weight, norms)
         if norms.norm is None:
             x = x + scale * sum(self.parts)
             return x, *norm_router(x, router, weight, indices)
@@ -854,7 +851,7 @@ def receive_part(
     x, norm, rows, bias = (tensor.to(parts.dtype) for tensor in (x, norm, rows, bias))
     want_total = (x.float() + case.scale * parts.float().sum(0)).to(x.dtype)
     if weight is None:
-        total = receive_add(x, inbox, case.scale)
+        total = add_branch(x, Added(), 0.0, inbox, case.scale)
         return (total,), {"sum": relative(total, want_total)}
     score_bias = torch.randn(case.E)
     routing = Routing(1, True, score_bias=score_bias if case.sigmoid else None, gated=case.gated)
@@ -886,6 +883,21 @@ def receive_part(
     }
 
 
+def receive_norm_router(
+    x: Tensor,
+    inbox: TokenInbox,
+    scale: float,
+    router: NormRouter,
+    indices: Tensor,
+    weight: Weight | None = None,
+    added: Added = NOTHING,
+) -> tuple[Tensor, Tensor | quantized_x.QuantizedX, Tensor]:
+    """Return the sum of messages and x, its norm, and scores."""
+    total = torch.empty_like(x)
+    how = dict(added=added, total=total, inbox=inbox, scale=scale)
+    return total, *norm_router(x, router, weight, indices, **how)
+
+
 def reduction_code() -> dict[str, dict[str, int]]:
     """Return the counts of `counts_of` of the kernels that receive."""
     found, names = {}, ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
@@ -903,8 +915,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
         before = NormRouter(x[0], 1e-5, router, routing)
         args = partial(receive_norm_router, x, inbox, 1.0, before, indices, int4)
         found[f"{name} over {ranks}"] = counts_of(launched_code(args)["join_tokens"])
-        code = launched_code(partial(receive_add, x, inbox, 1.0))
-        found[f"{name}, sum over {ranks}"] = counts_of(code["_receive_add"])
+        code = launched_code(partial(add_branch, x, Added(), 0.0, inbox))
+        found[f"{name}, sum over {ranks}"] = counts_of(code["join_tokens"])
     # Gemma 4's sums: attention's result is normed, the FFN's are two branches.
     x = torch.zeros(1, ARCHITECTURES["gemma-4-26B-A4B"].dim, dtype=torch.bfloat16)
     routing = Routing(8, True, factors=x.new_zeros(128))

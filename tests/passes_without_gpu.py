@@ -20,7 +20,7 @@ from torch import Tensor
 
 from generate import load_model
 from models.layers import gated_delta_net
-from ops.attention import delta_pending
+from ops.attention import delta
 from ops.step import draft_check, token_draw
 from runtime.drafting_batch import DraftingBatch
 from runtime.runner import EagerRunner
@@ -192,7 +192,7 @@ def kernels_on_cpu():
     with ExitStack() as stack:
         for module, name in (
             (gated_delta_net, "delta_tokens_supports"),
-            (delta_pending, "kernels_support"),
+            (delta, "kernels_support"),
         ):
             stack.enter_context(mock.patch.object(module, name, lambda state: True))
         stack.enter_context(mock.patch.object(token_draw, "GROUPS", 16))  # fewer programs

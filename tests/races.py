@@ -38,7 +38,7 @@ CASES = (
 # Parts of the names of our kernels: PyTorch's own are not checked.
 KERNELS = (
     *("_multiply_", "join_", "_route", "_sort_pairs", "_combine", "attend_", "_attend_"),
-    *("_map_", "merge_", "_merge_", "_update_heads", "_update_states", "_finish_tokens"),
+    *("_map_", "merge_", "_merge_", "_update_heads"),
     *("_quantize_token", "_find_best", "_rank", "_draw"),
     *("_begin_pass", "_check_drafts", "_accept"),
 )

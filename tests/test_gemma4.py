@@ -23,7 +23,8 @@ from models.converter import convert
 from models.gemma4 import GlobalAttention, WindowAttention
 from models.layers.geglu import geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from ops.products.fixed_join import fixed_sandwich
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import Added
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 
@@ -200,7 +201,8 @@ def test_the_fixed_kernel_computes_the_same_as_the_modules(branches, scaled):
     outputs = Branches(*(part.flatten(0, 1) for part in y)) if branches > 1 else y[0]
     total, normed = add(x, outputs, norm)
     weights = torch.stack([n.weight for n in add.branch_norms]) if branches > 1 else None
-    got = fixed_sandwich(x, y, weights, add.norm.weight, add.scalar, None, eps, router)
+    added = Added(y=y, branch_norms=weights, norm=add.norm.weight, scalar=add.scalar)
+    got = fixed_join(x, added, NextNorm(None, None, eps), router)
     for ours, expected in zip(got, (total, normed, normed[0] @ router.T), strict=True):
         torch.testing.assert_close(ours, expected)
 

@@ -22,8 +22,12 @@ from models.layers.pending_state import (
     real_counts,
 )
 from models.tensors import Recipes, copy_of
-from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
-from ops.attention.delta_pending import take_in_pending
+from ops.attention.delta import (
+    delta_tokens,
+    delta_tokens_supports,
+    kernels_support,
+    take_in_pending,
+)
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
@@ -89,7 +93,7 @@ class DeltaState(PendingState):
         row, position = call_place(context, B, Q, x.device)
         rows = torch.arange(B, device=x.device) if row is None else row
         memory = self.state, self.pending(), [*weights]
-        take_in_pending(*memory, position, context.last, row, self.sizes.key_heads)
+        take_in_pending(*memory, position, context.last, row, self.arrivals)
         count, real = real_counts(context, B, Q, x.device)
         g, beta = masked_gates(ba, weights.a_log, weights.dt_bias, real)
         is_step = Q == 1 and row is None
@@ -138,7 +142,7 @@ class DeltaNet(RecurrentLayer):
     def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """`mix` of a few tokens, by kernels."""
         memory, weights = self.state, [*self.weights()]
-        place = context.positions, context.last, memory.arrivals, self.sizes.key_heads
+        place = context.positions, context.last, memory.arrivals
         tokens = qkvz, [ba], memory.state, memory.pending(), weights
         return self.in_order(delta_tokens(*tokens, *place, self.norm.eps))
 

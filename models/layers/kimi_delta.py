@@ -77,7 +77,7 @@ class KimiDelta(RecurrentLayer):
     def run_kernels(self, qkv: Tensor, gates: list[Tensor], context: Context) -> Tensor:
         """gates: b [B, Q, H], then a and the output's gate [B, Q, H C]."""
         memory, weights = self.state, [*self.weights()]
-        place = context.positions, context.last, memory.arrivals, self.sizes.key_heads
+        place = context.positions, context.last, memory.arrivals
         tokens = qkv, gates, memory.state, memory.pending(), weights
         return delta_tokens(*tokens, *place, self.norm.eps)
 

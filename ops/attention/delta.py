@@ -1,18 +1,16 @@
-"""Kernels of the gated delta rule for 1 to 16 tokens of each sequence.
+"""The kernel of the gated delta rule for 1 to 16 tokens of each sequence.
 
-    _update_heads    up to WHOLE_HEADS tokens: convolution, gates, update of the state, gated norm
-
-More tokens have kernels of their own: ops/attention/delta_many.py.
+    _update_heads    convolution, gates, update of the state, gated norm
 
 Several tokens may be drafts, of which the last ones are refused. So they are `Pending` after their
 call: the state has not taken them in. The next call begins at the position after those that were
 accepted. It takes these in first, from their inputs, then its own. That reads and writes the state
 once a call, as one token does. A state after each token of the call would be 2 MB more to write
-for each in Qwen3.6; the inputs are 16 KB.
+for each in Qwen3.6; the inputs are 16 KB. `take_in_pending` is such a call without own tokens:
+before a prompt, and for the plain form.
 
-A program of `_update_heads` has a whole value head, so that it can normalize what it reads. A
-second kernel that normalizes costs at least 1.6 us a layer on an H200. Of many tokens more programs
-with fewer columns are faster.
+A program has a whole value head, so that it can normalize what it reads. A second kernel that
+normalizes costs at least 1.6 us a layer on an H200.
 
 Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of which a sequence's first
 `last` + 1 are real; M tokens that `Pending` has memory for.
@@ -21,8 +19,9 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 import torch
 from torch import Tensor
 
-from ops.attention.delta_many import launch_several
+from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
+    WARPS,
     DeltaSettings,
     DeltaWeights,
     Gates,
@@ -42,6 +41,7 @@ from ops.attention.delta_state import (
     load_gates,
     load_past,
     load_taps,
+    memory_row,
     output_gate_at,
     own_gates_at,
     pending_decays,
@@ -54,10 +54,10 @@ from ops.attention.delta_state import (
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
+from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
+from ops.plain.pending import take_in_plain
 
-WHOLE_HEADS = 8  # most tokens of `_update_heads`
-
-# Few tokens ---------------------------------------------------------------------------------------
+# The kernel ---------------------------------------------------------------------------------------
 
 
 @jit
@@ -112,19 +112,20 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
 
 
 # Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
-# weights, position and last are loaded before the wait for the projections, which make qkvz and ba.
-# So are pending tokens taken in, of which there are none after another call of one token.
+# weights, position and last are loaded before the wait for the projections, which make qkvz and
+# ba. So are pending tokens taken in, of which there are none after another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
-# the state after them is not stored. A token is loaded while the one before it is taken in.
+# the state after them is not stored. A token is loaded while the one before it is taken in. qkvz
+# None: there are no tokens, and none are pending afterwards.
 #
 # Triton loads a tile with fewer numbers than threads once more in each layout that it is used in.
 # For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
 # tile of 2 Ck numbers, or two copies of it, with as many numbers as threads.
 #
-# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the programs of
-# all H / K value heads of a key head; `arrivals` counts them, and the last to have read them moves
-# them on. No program waits. There is no race:
+# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the
+# programs of all H / K value heads of a key head; `arrivals` counts them, and the last to have read
+# them moves them on. No program waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
 #   program has read of q's and k's inputs. So these loads have returned to registers, in all
 #   threads, before the addition is issued. A barrier alone would not wait for them.
@@ -138,11 +139,12 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     SHARING: tl.constexpr = s.heads // s.key_heads
     state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.load(pending.first + sequence * H + head)
+    row = memory_row(pending, sequence)
+    first = tl.load(pending.first + row * H + head)
     place, real = tl.load(positions + sequence * tokens), count_real(last, sequence, tokens)
     exists, moves_keys = real > 0, True
     rows, columns = tile_places(s.key_dim, s)
-    state += (sequence * H + head) * s.key_dim * CV + rows * CV + columns
+    state += (row * H + head) * s.key_dim * CV + rows * CV + columns
     old = as_tile(tl.load(state), s)
     keys, values = key_channels(head, s), s.first_value + head * CV
     lane_row, columns = tile_places(s.lane_rows, s)
@@ -153,7 +155,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + decay_channels(head, s)).to(tl.float32)
     weight = tl.load(weights.norm + own).to(tl.float32)
-    window = pending.inputs + sequence * (s.width - 1 + s.most) * s.channels
+    window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     values += columns
     read = tl.zeros_like(keys)
     accepted = count_accepted(first, place, real, s)
@@ -161,7 +163,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        kept = pending_gates_at(pending, sequence, token, head, s)
+        kept = pending_gates_at(pending, row, token, head, s)
         decay, share = load_gates((kept, kept + pending_decays(head, s)), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
@@ -181,12 +183,13 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    qkvz += sequence * tokens * s.row
-    found = find_gates(gates, sequence, tokens, head, s)
     is_first = lane_row == 0
-    y += (sequence * tokens * H + head) * CV + columns
+    if qkvz is not None:
+        qkvz += sequence * tokens * s.row
+        found = find_gates(gates, sequence, tokens, head, s)
+        y += (sequence * tokens * H + head) * CV + columns
     if s.is_one:
+        DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
         gate = as_tile(tl.load(output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
         decay, share = load_gates(own_gates_at(found, 0, s), rate, bias)
@@ -200,23 +203,26 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
         if exists:
             if first > 0:
-                tl.store(pending.first + sequence * H + head, 0)
+                tl.store(pending.first + row * H + head, 0)
             moved = value_inputs[1:] + (new_values,)
             keep_inputs(window, moved, None, values, tokens, is_first, s)
             if moves_keys:
                 keep_inputs(window, key_inputs[1:] + (new_keys,), None, keys, tokens, None, s)
     else:
-        past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
-        places = keys, values, is_first
-        factors = rate, bias, weight
-        _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
+        begin = place * 0
+        if qkvz is not None:
+            begin = place + 1
+            past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
+            factors, places = (rate, bias, weight), (keys, values, is_first)
+            _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
-            tl.store(pending.first + sequence * H + head, place + 1)
-            for token in range(tokens):
-                kept = pending_gates_at(pending, sequence, token, head, s)
-                tl.store(kept, tl.load(found[0] + token * s.ba_row))
-                _, a = own_gates_at(found, token, s)
-                tl.store(kept + pending_decays(head, s), tl.load(a))
+            tl.store(pending.first + row * H + head, begin)
+            if qkvz is not None:
+                for token in range(tokens):
+                    kept = pending_gates_at(pending, row, token, head, s)
+                    tl.store(kept, tl.load(found[0] + token * s.ba_row))
+                    _, a = own_gates_at(found, token, s)
+                    tl.store(kept + pending_decays(head, s), tl.load(a))
             keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
             if moves_keys:
                 keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
@@ -225,8 +231,6 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
 
 
 # Launches -----------------------------------------------------------------------------------------
-
-NAMES = "_update_heads", "_update_states", "_finish_tokens"
 
 
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
@@ -239,7 +243,6 @@ def delta_tokens(
     positions: Tensor,
     last: Tensor | None,
     arrivals: Tensor,
-    key_heads: int,
     eps: float,
 ) -> Tensor:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
@@ -252,18 +255,18 @@ def delta_tokens(
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
     one token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. Ck and Cv
-    are powers of two (`delta_tokens_supports`). With PDL the kernels read state, pending, weights,
+    are powers of two (`delta_tokens_supports`). With PDL the kernel reads state, pending, weights,
     positions and last while the previous kernel runs, which must not write them.
 
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.
     """
     (B, T, _), (H, CK, CV), (N, W) = qkvz.shape, state.shape[1:], weights[0].shape
-    M, of_channels = pending[1].shape[1], len(gates) > 1
+    M, K, of_channels = pending[1].shape[1], arrivals.shape[1], len(gates) > 1
     if of_channels:
         check_shapes(a=(gates[1], (B, T, H * CK)), output=(gates[2], (B, T, H * CV)))
     check_shapes(
-        qkvz=(qkvz, (B, T, 2 * key_heads * CK + (1 if of_channels else 2) * H * CV)),
+        qkvz=(qkvz, (B, T, 2 * K * CK + (1 if of_channels else 2) * H * CV)),
         ba=(gates[0], (B, T, H if of_channels else 2 * H)),
         positions=(positions, (B, T)),
         inputs=(pending[0], (len(state), W - 1 + M, N)),
@@ -273,15 +276,12 @@ def delta_tokens(
         raise ValueError(f"{T} tokens, of which only {M} can be pending")
     qkvz, positions = with_even_rows(qkvz), positions.contiguous()
     own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
-    rows, is_whole = (qkvz.stride(1), own.ba.stride(1)), T <= WHOLE_HEADS
-    s = DeltaSettings(key_heads, H, CK, CV, W, eps, T == 1, M, *rows, is_whole, of_channels)
+    rows = qkvz.stride(1), own.ba.stride(1)
+    s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels)
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
     y = qkvz.new_empty(B, T, H * CV)
-    if is_whole:
-        tensors = qkvz, own, memory, arrivals, y
-        launch(_update_heads, (H, B), *tensors, T, settings=s, warps=s.warps)
-    else:
-        launch_several(qkvz, own, memory, y, s)
+    tensors = qkvz, own, memory, arrivals, y
+    launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
     return y
 
 
@@ -300,5 +300,39 @@ def delta_tokens_supports(state: Tensor) -> bool:
 
 
 def kernels_support(state: Tensor) -> bool:
-    """Whether the kernels run on the GPU of state [B, H, Ck, Cv], with heads that fit."""
-    return fit_tiles(*state.shape[-2:]) and can_launch(state, *NAMES)
+    """Whether the kernel runs on the GPU of state [B, H, Ck, Cv], with heads that fit."""
+    return fit_tiles(*state.shape[-2:]) and can_launch(state, "_update_heads")
+
+
+@custom_op("moe_fast::delta_take_in", mutates_args=("state", "pending", "arrivals"))
+def take_in_pending(
+    state: Tensor,
+    pending: list[Tensor],
+    weights: list[Tensor],
+    position: Tensor,
+    last: Tensor | None,
+    row: Tensor | None,
+    arrivals: Tensor,
+) -> None:
+    """Take in each sequence's pending tokens before position [B, 1]; then none are pending.
+
+    A sequence without a real token stays as it is (last: as of `delta_tokens`). row int64 [B]: the
+    rows of the sequences; None: the first. The rest is as for `delta_tokens`.
+    """
+    w, (H, CK, CV), K = DeltaWeights(*weights), state.shape[1:], arrivals.shape[1]
+    W, M = w.conv.shape[1], pending[1].shape[1]
+    if kernels_support(state):
+        s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, 0, 0, len(w.dt_bias) > H)
+        memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
+        tensors = None, None, memory, arrivals, None
+        launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)
+        return
+
+    def advance(x: Tensor, ba: Tensor, kept: Tensor, old: Tensor) -> Tensor:
+        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], w.conv)
+        q, k, v = y.split((K * CK, K * CK, H * CV), dim=-1)
+        q, k = (part.unflatten(-1, (K, CK)) for part in (q, k))
+        g, beta = mask_gates(*gates_in_torch(ba, w.a_log, w.dt_bias), kept)
+        return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
+
+    take_in_plain(state, pending, W, position, last, row, advance)

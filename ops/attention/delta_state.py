@@ -1,4 +1,6 @@
-"""The state of the gated delta rule as kernels hold it: sizes, tiles, and a token's update.
+"""The state of the gated delta rule as its kernel holds it: sizes, tiles, and a token's update.
+
+Pending tokens, and the convolution, are Mamba-2's, too.
 
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from ops.launch import jit, tl, triton
 
-COLUMNS = 32  # Cv columns of the state that a program has for many tokens, or in a prompt
+COLUMNS = 32  # Cv columns of the state that a program has in a prompt
+WARPS = 8  # a program of `_update_heads` has
 
 
 class DeltaWeights(NamedTuple):
@@ -69,9 +72,7 @@ class DeltaSettings:
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
-    is_whole: bool = False  # a program has a whole value head
     channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
-    window_channels: int = 512  # that a program of `_finish_tokens` moves
 
     @property
     def gates(self) -> int:
@@ -98,21 +99,12 @@ class DeltaSettings:
         return 2 * self.key_heads * self.key_dim
 
     @property
-    def warps(self) -> int:
-        return 8 if self.is_whole else 4
-
-    @property
-    def columns(self) -> int:
-        """Columns of the state in a program."""
-        return self.value_dim if self.is_whole else min(COLUMNS, self.value_dim)
-
-    @property
     def warp_columns(self) -> int:
-        return max(4, self.columns // self.warps)
+        return max(4, self.value_dim // WARPS)
 
     @property
     def blocks(self) -> int:
-        return self.columns // self.warp_columns
+        return self.value_dim // self.warp_columns
 
     @property
     def lane_rows(self) -> int:
@@ -120,12 +112,8 @@ class DeltaSettings:
 
     @property
     def copies(self) -> int:
-        """Copies of q and k that give each thread of `_update_heads` one of their numbers."""
-        return 1 if not self.is_whole or 2 * self.key_dim >= 32 * self.warps else 2
-
-    @property
-    def padded_heads(self) -> int:
-        return triton.next_power_of_2(self.heads)
+        """Copies of q and k that give each thread one of their numbers."""
+        return 1 if 2 * self.key_dim >= 32 * WARPS else 2
 
 
 def fit_tiles(*sizes: int, most: int = 128) -> bool:
@@ -140,7 +128,7 @@ def with_even_rows(x: Tensor) -> Tensor:
     return x if even else x.contiguous()
 
 
-# The state is a tile [Ck / lane_rows, columns / warp_columns, lane_rows, warp_columns], which
+# The state is a tile [Ck / lane_rows, Cv / warp_columns, lane_rows, warp_columns], which
 # Triton gives to registers, warps, lanes, and lanes with four columns each. A warp has all rows of
 # its columns, so sums over rows need no shared memory. It is loaded with the first three dimensions
 # as one, since Triton 3.6 and 3.9 order dimensions of equal contiguity differently. Inputs and

@@ -23,8 +23,6 @@ Letters: B sequences, Q queries of each, S positions of the cache, H query heads
 G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,6 @@ from ops.attention.gqa_settings import (
     WARPS,
     AttentionSettings,
     HeadWeights,
-    KernelSettings,
     Place,
     Results,
     Stored,
@@ -90,8 +87,7 @@ def attend_tokens(
     args = qkv, rope, Place(positions, last), weights, stored
     divisions = divide(qkv, stored, layer, rope.shape[-1], reach)
     candidates = ((s, {"warps": WARPS}) for s in divisions)
-    found, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers))
-    s = cast(KernelSettings, found)
+    s, options = fit(attend_kernel, candidates, *args, Results(y, numbers, numbers))
     count = B * s.pairs * s.parts * s.stored_rows if s.parts > 1 else 0
     partial, sums = numbers.new_empty(count * C), numbers.new_empty(count * 2)
     results = Results(y, partial, sums)

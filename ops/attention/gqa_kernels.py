@@ -112,9 +112,9 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
         k_heads = token_heads + a.heads * C
         q_rms, k_rms = inverse_rms(token_heads, k_heads, a.heads * C, a.kv_heads * C, a.eps)
     elif a.full_norm:
-        q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps, s.rms_columns)
+        q_rms = inverse_rms_of_rows(q, is_row[:, None], a.heads * C, a.eps)
         k_heads = own + a.heads * C
-        k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps, s.rms_columns)
+        k_rms = inverse_rms_of_rows(k_heads, (t < Q)[:, None], a.kv_heads * C, a.eps)
     rotation, own_rotation, q_weight, k_weight, _ = ahead
     if weights.q_norm is None:
         q_weight, k_weight = None, None

@@ -170,11 +170,6 @@ class KernelSettings:
         return self.layer.head_dim // 2 if self.int8 else self.layer.head_dim
 
     @property
-    def rms_columns(self) -> int:
-        """Numbers of each token that the RMS over all heads reads at once."""
-        return 256
-
-    @property
     def padded_parts(self) -> int:
         return pow2(self.parts)
 

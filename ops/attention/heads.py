@@ -117,11 +117,9 @@ def inverse_rms(q, k, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, EPS: tl.cons
 
 
 @jit
-def inverse_rms_of_rows(x, is_row, WIDTH: tl.constexpr, EPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return 1 / RMS [M, 1] of the WIDTH numbers at each pointer of x [M, 1], where is_row.
-
-    COLUMNS: numbers of each row that are read at once.
-    """
+def inverse_rms_of_rows(x, is_row, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """Return 1 / RMS [M, 1] of the WIDTH numbers at each pointer of x [M, 1], where is_row."""
+    COLUMNS: tl.constexpr = 256  # of each row, that are read at once
     number = tl.arange(0, COLUMNS)[None, :]
     squares = tl.zeros([x.shape[0], COLUMNS], tl.float32)
     for begin in tl.static_range(0, WIDTH, COLUMNS):

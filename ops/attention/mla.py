@@ -1,15 +1,13 @@
 """Kernels of multi-head latent attention for one and for several tokens of each sequence.
 
-    _map_queries     each head's query times its key weights: into the space of the latents
+    _map_queries     each head's query times its key weights: into the space of the latents; append
     _attend_part     RoPE, attention over a part of the positions
     _merge_values    merge of the parts, times each head's value weights
 
 All heads share one KV head of r + R numbers: r are key and value, R are rotated and key alone. The
 cache is plain or int8, and has any length; its positions are split among programs
-(ops/attention/softmax.py). A token's normed latent and rotated key are appended to the cache. One
-token: by `_attend_part`, which reads all but `mapped` before its wait, since kernels before
-`_map_queries` wrote it. Several tokens: by `_map_queries`, so that each query finds the latents of
-the call's earlier tokens in the cache.
+(ops/attention/softmax.py). `_map_queries` appends each token's normed latent and rotated key to the
+cache, so that queries find the latents of all of the call's tokens there.
 
 Compiled code without fused kernels calls `attend_latent`, which is `_attend_part` alone, with
 queries that are mapped and rotated.
@@ -86,11 +84,6 @@ class LatentSettings:
         return self.unrotated % 8 == 0 and has_tiles(self.rotary_dim, self.rank)
 
     @property
-    def own(self) -> bool:
-        """Whether `_attend_part` has the token itself, which is not yet in the cache."""
-        return self.maps and self.queries == 1
-
-    @property
     def head_dim(self) -> int:
         return self.unrotated + self.rotary_dim
 
@@ -147,52 +140,44 @@ def smaller_tiles(tile: Tile) -> Iterator[Tile]:
 
 
 @jit
-def _load_own(x, token, rotation, s: tl.constexpr):
-    """Load a token's own latent [1, r], normed, and key [1, R], rotated, in the dtype of kv."""
+def _append_token(x, token, s: tl.constexpr):
+    """Append a token's latent, normed, and its key, rotated, to the cache."""
     DTYPE: tl.constexpr = x.kv.dtype.element_ty
-    kv = x.kv + token * s.kv_row
-    c = tl.arange(0, s.rank)[None, :]
+    R: tl.constexpr = s.rotary_dim
+    kv, row = x.kv + token * s.kv_row, token // s.queries * s.length + tl.load(x.positions + token)
+    c, n = tl.arange(0, s.rank)[None, :], tl.arange(0, R)[None, :]
     weight = tl.load(x.kv_norm + c).to(tl.float32)
-    key = load_rotated(kv + s.rank, rotation, s.rotary_dim).to(DTYPE)
+    rotation = load_rotation(x.rope, token, n, R, R, 2 * R, 0)
+    key = load_rotated(kv + s.rank, rotation, R).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / s.rank + s.eps)
-    return (latent * weight).to(DTYPE), key
-
-
-@jit
-def _append_own(own, own_key, cache, scales, position, s: tl.constexpr):
-    """Store a token's latent and key in the cache; return both in fp32, as they are read there."""
-    latent, key = own.to(tl.float32), own_key.to(tl.float32)
-    if scales is not None:
+    latent = (latent * weight).to(DTYPE)
+    if x.scales is not None:
+        latent, key = latent.to(tl.float32), key.to(tl.float32)
         largest = tl.max(tl.abs(latent), 1, keep_dims=True)
-        own_scale = int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
-        stored, latent = int8_codes(latent, own_scale)
-        stored_key, key = int8_codes(key, own_scale)
-        stored, stored_key = stored.to(tl.int8), stored_key.to(tl.int8)
-        tl.store(scales + tl.zeros([1, 1], tl.int32) + position, own_scale)
-    else:
-        stored, stored_key = own, own_key
-    own_row = cache + position * s.width
-    tl.store(own_row + tl.arange(0, s.rank)[None, :], stored)
-    tl.store(own_row + s.rank + tl.arange(0, s.rotary_dim)[None, :], stored_key)
-    return latent, key
+        scale = int8_scale(tl.maximum(largest, tl.max(tl.abs(key), 1, keep_dims=True)))
+        latent, key = int8_codes(latent, scale)[0], int8_codes(key, scale)[0]
+        latent, key = latent.to(tl.int8), key.to(tl.int8)
+        tl.store(x.scales + tl.zeros([1, 1], tl.int32) + row, scale)
+    tl.store(x.cache + row * s.width + c, latent)
+    tl.store(x.cache + row * s.width + s.rank + n, key)
 
 
-# Grid [r / columns, H, T / each]; several tokens: H + 1. A program computes `columns` numbers of
-# one head for `each` tokens. Its weights, a part of the head's [N, r] with r contiguous, are in
-# flight before the wait. The row of programs that has no head appends: its first one the tokens.
+# Grid [r / columns, H + 1, T / each]. A program computes `columns` numbers of one head for `each`
+# tokens. Its weights, a part of the head's [N, r] with r contiguous, are in flight before the wait.
+# The row of programs that has no head appends: its first one the tokens.
 @jit
 def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
     PADDED: tl.constexpr = triton.next_power_of_2(s.unrotated)
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
     n, c = tl.arange(0, PADDED), tl.program_id(0) * s.tile.columns + tl.arange(0, s.tile.columns)
     at = (head * s.wkv_rows + n)[:, None] * s.rank + c[None, :]
-    has_head = s.own or head < s.heads
-    inside = n < s.unrotated if s.own else n < tl.where(has_head, s.unrotated, 0)
+    has_head = head < s.heads
+    inside = n < tl.where(has_head, s.unrotated, 0)
     weights = tl.load(x.wkv + at, mask=inside[:, None], other=0.0)
     await_previous(PDL)
     for i in range(s.each):
-        token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
+        token = tl.minimum(first + i, s.tokens - 1)  # the last: several times
         if has_head:
             query = tl.load(x.q + token * s.q_row + head * s.head_dim + n, mask=inside, other=0.0)
             out = tl.sum(weights.to(tl.float32) * query.to(tl.float32)[:, None], 0)
@@ -203,28 +188,9 @@ def _map_queries(x, mapped, s: tl.constexpr, PDL: tl.constexpr):
 
 
 @jit
-def _append_token(x, token, s: tl.constexpr):
-    """Append one of several tokens to the cache."""
-    R: tl.constexpr = s.rotary_dim
-    rotation = load_rotation(x.rope, token, tl.arange(0, R)[None, :], R, R, 2 * R, 0)
-    own, own_key = _load_own(x, token, rotation, s)
-    first_row, scales = token // s.queries * s.length, x.scales
-    if scales is not None:
-        scales += first_row
-    position = tl.load(x.positions + token)
-    _append_own(own, own_key, x.cache + first_row * s.width, scales, position, s)
-
-
-@jit
 def _find_parts(positions, sequence, s: tl.constexpr):
-    """Return how many cached positions a sequence's queries see, the end of their blocks, parts.
-
-    The position of a query's own token is not among these if the token is not yet in the cache.
-    """
-    if s.own:
-        seen = tl.load(positions + sequence).to(tl.int32)
-    else:
-        seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
+    """Return how many positions a sequence's queries see, the end of their blocks, parts."""
+    seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
     end = (seen + s.tile.block - 1) // s.tile.block
     parts = tl.minimum(tl.maximum(end, 1), s.parts) if s.maps else tl.num_programs(0)
     return seen, end, parts
@@ -262,11 +228,10 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 
 # Grid [P, tiles of M rows, B]: a program attends with M rows, each one head of one query, to every
 # P-th block of positions. Parts without positions have no result. A row that sees none of a part's
-# positions has the largest score -inf, and no weight in the merge. One token: the first part also
-# has the token's own position, which it appends to the cache: no program reads it there.
+# positions has the largest score -inf, and no weight in the merge.
 #
-# One function: its order of loads and waits decides its speed. The first block of the cache is
-# prefetched into L2: loaded into registers, it made the loop spill.
+# One function: its order of loads and waits decides its speed. It prefetches the first block of the
+# cache into L2, except the newest position: loaded into registers, a block made the loop spill.
 @jit
 def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
@@ -281,43 +246,31 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     cache, scales = x.cache + sequence * s.length * s.width, x.scales
     if scales is not None:
         scales += sequence * s.length
-    if s.own and PDL:
+    if s.maps and s.queries == 1 and PDL:
         BYTES: tl.constexpr = s.width * (x.cache.dtype.element_ty.primitive_bitwidth // 8)
-        count = tl.minimum(seen - part * BLOCK, BLOCK)
+        count = tl.minimum(seen - 1 - part * BLOCK, BLOCK)
         if count > 0:
             prefetch(cache + part * BLOCK * s.width, count * BYTES)
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, s.rank)[None, :]
-    if s.own:
-        head, token, position = tl.minimum(row, H - 1), sequence, seen
-    else:
-        head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
-        position = tl.load(x.positions + token).to(tl.int32)
+    head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
+    position = tl.load(x.positions + token).to(tl.int32)
     if s.maps:
-        tokens, numbers = token if s.own else token[:, None], tl.arange(0, R)[None, :]
-        rotation = load_rotation(x.rope, tokens, numbers, R, R, 2 * R, 0)
+        numbers = tl.arange(0, R)[None, :]
+        rotation = load_rotation(x.rope, token[:, None], numbers, R, R, 2 * R, 0)
         q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
         rotated = load_rotated(q, rotation, R).to(DTYPE)
     else:
         q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
         rotated = tl.load(q + tl.arange(0, R)[None, :])
-    if s.own:
-        own, own_key = _load_own(x, token, rotation, s)
     await_previous(PDL)
     WIDTH: tl.constexpr = s.rank if s.maps else s.width
     query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, s.rank], tl.float32)
-    if s.own:  # noqa: SIM102  (decided when compiling, unlike the next)
-        if part == 0:
-            latent, key = _append_own(own, own_key, cache, scales, position, s)
-            row_max = tl.sum(query.to(tl.float32) * latent, 1)
-            row_max = (row_max + tl.sum(rotated.to(tl.float32) * key, 1)) * s.scale
-            row_sum += 1.0
-            acc += latent
     for block in tl.range(part, end, parts, num_stages=s.tile.stages):
         scores, latents, scale = _score(query, rotated, cache, scales, block, seen, s)
         key = block * BLOCK + tl.arange(0, BLOCK)
-        is_seen = (key < position)[None, :] if s.own else key[None, :] <= position[:, None]
+        is_seen = key[None, :] <= position[:, None]
         value_scale = None if scales is None else scale
         weights, rescale, row_max, row_sum = weigh(
             scores, row_max, row_sum, value_scale, is_seen, DTYPE
@@ -342,15 +295,12 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     c = tl.arange(0, RANK)[None, :]
     value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
     weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)
-    if s.own:
-        _, _, parts = _find_parts(x.positions, first, s)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
         tl.extra.cuda.gdc_wait()
     for i in range(s.each):
-        token = first if s.own else tl.minimum(first + i, s.tokens - 1)  # the last: several times
-        if not s.own:
-            _, _, parts = _find_parts(x.positions, token // Q, s)
+        token = tl.minimum(first + i, s.tokens - 1)  # the last: several times
+        _, _, parts = _find_parts(x.positions, token // Q, s)
         own_part = (token // Q * s.parts * Q + token % Q) * s.heads + head
         largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
         acc = tl.zeros([1, RANK], tl.float32)
@@ -380,9 +330,9 @@ def attend_latent_tokens(
     """Attend with Q tokens of each sequence, and append their latents -> [T, H * V].
 
     The reference is `LatentAttention.core`, but for q's projection. layer: without what a call
-    adds. The cache has the dtype of q, or is int8. With PDL the kernels read all but q (of several
-    tokens: weights alone) while the previous kernel runs, which must not write that. Raises
-    ValueError for sizes that they do not compute.
+    adds. The cache has the dtype of q, or is int8. With PDL the kernels read weights alone while
+    the previous kernel runs, which must not write them. Raises ValueError for sizes that they do
+    not compute.
     """
     (B, Q), T, S = x.positions.shape, len(x.q), x.cache.shape[3]
     H, rank = layer.heads, layer.rank
@@ -403,8 +353,7 @@ def attend_latent_tokens(
     s, options = _fit_tile(x, mapped, s, smaller_tiles(tile))
     partial = x.q.new_empty(B, s.parts, s.rows, rank, dtype=torch.float32)
     sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), triton.cdiv(T, s.each)
-    grid = rank // columns, H if s.own else H + 1, tokens
-    launch(_map_queries, grid, x, mapped, settings=s)
+    launch(_map_queries, (rank // columns, H + 1, tokens), x, mapped, settings=s)
     grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
     launch(_attend_part, grid, x, mapped, partial, sums, settings=s, **options)
     grid, warps = (triton.cdiv(values, rows), H, tokens), max(1, rank // 128)
@@ -424,11 +373,7 @@ def _fit_tile(
             replace(c, parts=count_parts(programs, c.length, c.tile.block, device))
             for c in candidates
         )
-    found, options = fit(
-        _attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty
-    )
-    assert isinstance(found, LatentSettings)
-    return found, options
+    return fit(_attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty)
 
 
 @torch.library.custom_op("moe_fast::attend_latent", mutates_args=())

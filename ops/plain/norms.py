@@ -1,4 +1,4 @@
-"""Residual add + norm + router scores in PyTorch: the reference of ops/products/fixed_join.py."""
+"""Results + residual + norm + router scores in PyTorch: reference of ops/products/fixed_join.py."""
 
 from functools import partial
 
@@ -7,46 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def add_norm(
-    x: Tensor,
-    y: Tensor,
-    scale: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    router: Tensor | None,
+def join(
+    x: Tensor, added: tuple, norm: tuple, router: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + scale * y [..., D], its norm, router scores: `fixed_join.fixed_add_norm`."""
-    total = torch.add(x, y, alpha=scale)
-    norm = F.rms_norm if bias is None else partial(F.layer_norm, bias=bias)
-    normed = norm(total.to(weight.dtype), weight.shape, weight=weight, eps=eps)
-    normed = normed.to(x.dtype)  # the weight may be in fp32
-    return total, normed, score_rows(normed, router)
-
-
-def sandwich(
-    x: Tensor,
-    y: Tensor,
-    branch_weights: Tensor | None,
-    weight: Tensor,
-    scalar: Tensor | None,
-    next_weight: Tensor | None,
-    eps: float,
-    router: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x + norm(y)) * scalar, its norm, and router scores: `fixed_join.fixed_sandwich`."""
-    norm, parts = partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), y.unbind()
-    if branch_weights is not None:
-        pairs = zip(parts, branch_weights, strict=True)
-        parts = [norm(part, weight=each) for part, each in pairs]
-    total = x + norm(sum(parts), weight=weight)
-    total = total if scalar is None else total * scalar
-    normed = norm(total, weight=next_weight)
-    return total, normed, score_rows(normed, router)
-
-
-def score_rows(normed: Tensor, router: Tensor | None) -> Tensor:
-    """normed [..., D], router [E, D] -> scores [T, E]; [0] without a router."""
-    if router is None:
-        return normed.new_empty(0)
-    return F.linear(normed.view(-1, normed.shape[-1]), router)
+    """`fixed_join.fixed_join`: added is an `Added`, norm a `NextNorm`."""
+    rms_norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=norm.eps)
+    if added.norm is None:
+        total = torch.add(x, added.y, alpha=scale)
+    else:
+        parts = added.y.unbind()
+        if added.branch_norms is not None:
+            pairs = zip(parts, added.branch_norms, strict=True)
+            parts = [rms_norm(part, weight=weight) for part, weight in pairs]
+        total = x + rms_norm(sum(parts), weight=added.norm)
+        total = total if added.scalar is None else total * added.scalar
+    given = total if norm.weight is None else total.to(norm.weight.dtype)  # it may be fp32
+    if norm.bias is None:
+        normed = rms_norm(given, weight=norm.weight).to(x.dtype)
+    else:
+        normed = F.layer_norm(given, x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
+    scores = x.new_empty(0) if router is None else F.linear(normed.flatten(0, -2), router)
+    return total, normed, scores

@@ -72,13 +72,27 @@ def load_branch_again(x, branch, norm, inverse, factor, l: tl.constexpr):
 
     norm: the branch's, of which inverse is 1 / RMS. factor: of the sums.
     """
-    raw, branches, totals = load_quads(x, l), load_quads(branch, l), ()
-    scales = load_quads(norm, l)
-    dtype: tl.constexpr = raw[0].dtype
-    for k in tl.static_range(l.fields):
-        normed = branches[k].to(tl.float32) * (inverse * scales[k].to(tl.float32))
-        totals = totals + (((raw[k].to(tl.float32) + normed) * factor).to(dtype),)
-    return totals
+    raw, branches, scales = load_quads(x, l), load_quads(branch, l), load_quads(norm, l)
+    return [
+        _add_normed(raw[k], branches[k].to(tl.float32), scales[k], inverse, factor)
+        for k in l.field_numbers
+    ]
+
+
+@jit
+def _add_normed(x, branch, scale, inverse, factor):
+    """Return x plus a branch, fp32, times scale and inverse; all that times factor, as x."""
+    normed = branch * (inverse * scale.to(tl.float32))
+    return ((x.to(tl.float32) + normed) * factor).to(x.dtype)
+
+
+@jit
+def _sum_field(messages, k: tl.constexpr, dtype: tl.constexpr, l: tl.constexpr):
+    """Sum field k of all ranks' messages, as of `load_quads` -> fp32 [lanes, 4]."""
+    total = tl.zeros([l.lanes, 4], tl.float32)
+    for rank in tl.static_range(len(messages)):
+        total += numbers_of(messages[rank][k], dtype)
+    return total
 
 
 @jit
@@ -88,21 +102,18 @@ def receive_again(memory, add, norm, inverse, factor, s: tl.constexpr, l: tl.con
     add: the residual as of `load_quads`. norm, inverse, factor: as of `load_branch_again`, or None.
     """
     m: tl.constexpr = s.messages
-    RANKS: tl.constexpr = m.ranks
     dtype: tl.constexpr = add[0].dtype
-    messages, totals = (), ()
-    for rank in tl.static_range(RANKS):
+    messages = ()
+    for rank in tl.static_range(m.ranks):
         messages = messages + (load_quads(memory + rank * m.stride, l, True),)
-    if norm is not None:
+    if norm is None:
+        return [
+            (add[k].to(tl.float32) + s.scale * _sum_field(messages, k, dtype, l)).to(dtype)
+            for k in l.field_numbers
+        ]
+    else:
         scales = load_quads(norm, l)
-    for k in tl.static_range(l.fields):
-        total = tl.zeros([l.lanes, 4], tl.float32)
-        for rank in tl.static_range(RANKS):
-            total += numbers_of(messages[rank][k], dtype)
-        if norm is None:
-            total = add[k].to(tl.float32) + s.scale * total
-        else:
-            normed = total * (inverse * scales[k].to(tl.float32))
-            total = (add[k].to(tl.float32) + normed) * factor
-        totals = totals + (total.to(dtype),)
-    return totals
+        return [
+            _add_normed(add[k], _sum_field(messages, k, dtype, l), scales[k], inverse, factor)
+            for k in l.field_numbers
+        ]

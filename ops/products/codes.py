@@ -283,12 +283,11 @@ def multiply_chunk(codes, scales, operands, table, s):
     WARPS: tl.constexpr = s.lanes // 32
     words = split_four(codes, ROWS, WARPS)
     if s.kind == "bf16":
-        low, high = operands
-        total = low_half(words[0]) * low[0]
-        total += high_half(words[0]) * high[0]
+        total = low_half(words[0]) * operands[0][0]
+        total += high_half(words[0]) * operands[0][1]
         for i in tl.static_range(1, 4):
-            total += low_half(words[i]) * low[i]
-            total += high_half(words[i]) * high[i]
+            total += low_half(words[i]) * operands[i][0]
+            total += high_half(words[i]) * operands[i][1]
     elif s.kind == "int8":
         sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
         for i in tl.static_range(4):

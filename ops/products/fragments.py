@@ -377,15 +377,6 @@ def _scale_steps(tiles, totals, sums, x_sums, K: tl.constexpr, s: tl.constexpr):
 
 
 @jit
-def _zeros_of(tiles, s: tl.constexpr):
-    """Return zero sums of each tile."""
-    sums = ()
-    for _ in tl.static_range(len(tiles)):
-        sums = sums + (_zeros(s),)
-    return sums
-
-
-@jit
 def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     """Add a step's products of all tokens to the sums of each tile of weights.
 
@@ -400,10 +391,8 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
     NEXT: tl.constexpr = 2 if s.halves else 1
     sums, x_sums = totals, _zeros(s)
     if s.step_scaled:
-        sums = _zeros_of(tiles, s)
-    factors = ()
-    for n in tl.static_range(len(tiles)):
-        factors = factors + (_decoding_factors(tiles[n], s, DTYPE),)
+        sums = [_zeros(s) for _ in tiles]
+    factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
     for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
         parts = ()
         for i in tl.static_range(JOINED):
@@ -425,7 +414,7 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
             sums = added
         if s.halves:
             totals = _scale_steps(tiles, totals, sums, x_sums, k, s)
-            sums = _zeros_of(tiles, s)
+            sums = [_zeros(s) for _ in tiles]
     if s.halves:
         sums = totals
     elif s.step_scaled:

@@ -2,12 +2,11 @@
 
 `join_tokens` has compile-time cases, which launchers name:
 
-    norm_router           x is given, or x and a sublayer's result to be normed; scores. One GPU
+    norm_router           x is given; or x and a sublayer's result to be normed, or the messages of
+                          all ranks (ops/ranks/mailbox.py), or these to be normed; scores
     norm_tokens           the same without scores: more tokens than a product norms by itself
-    add_branch            x + a normed result, or that of messages; no norm after it
-    receive_norm_router   x + the messages of all ranks (ops/ranks/mailbox.py), or x + their norm
-    fixed_add_norm        x + y; scores or none: compiled blocks, ops/products/fixed_join.py
-    fixed_sandwich        the same of normed branches: Gemma 4
+    add_branch            x + a normed result, or that of messages; x + messages; no norm after it
+    fixed_join            x + y, or normed branches; scores or none: compiled blocks
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
 equal. Inductor's tile shapes may differ between ranks. `join_tokens` has fixed ones, and adds
@@ -48,6 +47,7 @@ from ops.ranks.mailbox import (
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them
+PART = 128  # numbers that a program (one warp) adds, if nothing is normed
 
 # Parameters of the kernel -------------------------------------------------------------------------
 
@@ -100,6 +100,7 @@ class Join:
     bias_before: bool = False  # as of `Routing`
     share: int = 0  # numbers of a token that a program stores; 0: the first program stores all
     groups: int = 1  # rows that a token of several norms has, without scores
+    part: int = 0  # numbers of the token that a program has, if nothing is normed; 0: all
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
@@ -109,13 +110,13 @@ class Join:
 
     @property
     def block(self) -> int:
-        """Numbers of a tile that has a token."""
-        return triton.next_power_of_2(self.D)
+        """Numbers of a tile that has a token, or a part of it."""
+        return self.part or triton.next_power_of_2(self.D)
 
     @property
     def probes(self) -> int:
         """Words of a message that a program waits for at first."""
-        return PROBES if self.D >= PROBES else 0
+        return PROBES if self.D >= PROBES and not self.part else 0
 
 
 # Kernel -------------------------------------------------------------------------------------------
@@ -172,19 +173,9 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
 
-@jit
-def _store_quantized(raw, scales, factor, normed, units, dtype: tl.constexpr, l: tl.constexpr):
-    """Norm this program's quads of x, raw as of `load_quads`, and store them as a `QuantizedX`."""
-    values = ()
-    for k in tl.static_range(l.fields):
-        value = raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)
-        values = values + (value.to(dtype).to(tl.float32),)  # rounded, as the norm is
-    store_quads(values, normed, units, l)
-
-
-# Grid without scores [T]: a program has a token. With scores [N / rows], of several tokens
-# [N / rows, T]: each program norms a whole token, and computes `rows` of its scores. So it needs no
-# other program's results.
+# Grid without scores [T]: a program has a token; or [D / part]: a part of one. With scores [N /
+# rows], of several tokens [N / rows, T]: each program norms a whole token, and computes `rows` of
+# its scores. So it needs no other program's results.
 # All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
@@ -208,7 +199,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if l is not None:
             normed += token * (l.quads * l.fields)
             units += token * (l.quads * l.units)
-    elif not ROWS:
+    elif not (ROWS or s.part):
         at = tl.program_id(0).to(tl.int64) * D
     x += at
     if l is None and normed is not None:
@@ -216,6 +207,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     d, program = tl.arange(0, s.block), tl.program_id(0)
     if s.groups > 1:
         norm += program % s.groups * D
+    if s.part:
+        d += program * s.part
     inside = d < D
     if ROWS:
         expert = program * ROWS + tl.arange(0, ROWS)
@@ -289,7 +282,11 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         value = (value.to(tl.float32) * scale).to(dtype)
     if l is not None:
         if program * l.lanes < l.quads:  # the other programs end sooner
-            _store_quantized(raw, scales, factor, normed, units, dtype, l)
+            quads = [  # rounded, as the norm is
+                (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)).to(dtype).to(tl.float32)
+                for k in l.field_numbers
+            ]
+            store_quads(quads, normed, units, l)
     elif normed is not None:
         tl.store(normed + d, value, mask=_stores(d, s))
     if results.plain is not None:
@@ -378,6 +375,8 @@ def norm_router(
     warps: int = 4,
     added: Added = NOTHING,
     total: Tensor | None = None,
+    inbox: TokenInbox | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -387,20 +386,29 @@ def norm_router(
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
     expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. added: one branch, which is normed and added to x
-    first; total [T, D] is where to store the sum. With PDL, all but x and the branch is loaded
-    while the previous kernel runs. Raises ValueError as `NormRouter.check`.
+    warps: of a program; rows None: `rows_of`. Raises ValueError as `NormRouter.check`.
+
+    added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
+    inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
+    the norm of their sum. The results are bitwise identical on all ranks. With PDL, all but x and
+    the branch is loaded while the previous kernel runs; with an inbox x, too.
     """
     before.check(x)
-    N, T = len(before.rows), len(x)
-    rows = rows or rows_of(N, T)
-    programs = triton.cdiv(N, rows)
+    (N, D), T, messages = before.rows.shape, len(x), {}
+    if inbox is None:
+        rows = rows or rows_of(N, T)
+        programs = triton.cdiv(N, rows)
+    else:
+        programs, rows, share = divide_token(N, D)
+        warps = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8
+        messages = dict(share=share, scale=scale, messages=messages_of(inbox))
+        added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
     results = results_of(normed, total=total, scores=before.empty_scores(T), indices=indices)
     if layout is not None:
         results = results._replace(plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
-    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout)
+    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
     grid = (programs,) if T == 1 else (programs, T)
     tensors = x, added, before.norm, None, before.router, results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
@@ -424,56 +432,23 @@ def norm_tokens(
     return normed
 
 
-def add_branch(x: Tensor, added: Added, eps: float, inbox: TokenInbox | None = None) -> Tensor:
+def add_branch(
+    x: Tensor, added: Added, eps: float, inbox: TokenInbox | None = None, scale: float = 1.0
+) -> Tensor:
     """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms.
 
-    inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y.
+    inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y. Without a norm
+    the result is x + scale * the sum of messages [D], bitwise identical on all ranks. With PDL x is
+    loaded while the previous kernel runs, which must not write it.
     """
     total, (T, D) = torch.empty_like(x), x.shape
     branches = 1 if added.branch_norms is None else len(added.branch_norms)
-    s = Join(D, eps, branches=branches)
+    s, warps = Join(D, eps, branches=branches, scale=scale), 8
     if inbox is not None:
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
         s = replace(s, messages=messages_of(inbox))
+    if added.norm is None:
+        s, warps = replace(s, part=PART, early=True), 1
     tensors = x, added, None, None, Router(), Results(total=total)
-    launch(join_tokens, (T,), *tensors, settings=s, warps=8)
+    launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
     return total
-
-
-def receive_norm_router(
-    x: Tensor,
-    inbox: TokenInbox,
-    scale: float,
-    before: NormRouter,
-    indices: Tensor,
-    weight: Weight | None = None,
-    added: Added = NOTHING,
-) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
-    """Do what `receive_add` does, norm the result [1, D], and score the experts for it.
-
-    Return x + scale * sum, rounded, then its norm and scores as `norm_router`; all are bitwise
-    identical on all ranks. The reference is `all_reduce_sum`, `AddNorm`, the router.
-
-    before, indices, weight: as of `norm_router`. added: with a norm of the sum, before x is added;
-    its eps is that of `before`. With PDL, all but the messages is loaded while the previous kernel
-    runs, which must not write it. Raises ValueError as `NormRouter.check`.
-    """
-    before.check(x)
-    N, D = before.rows.shape
-    programs, rows, share = divide_token(N, D)
-    warps, total = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8, torch.empty_like(x)
-    normed, layout = empty_norm(x, weight, programs, warps)
-    scores = before.empty_scores(1)
-    results = results_of(normed, total=total, scores=scores, indices=indices)
-    s = before.settings(
-        rows,
-        share=share,
-        pairs=indices.shape[1],
-        scale=scale,
-        messages=messages_of(inbox),
-        layout=layout,
-    )
-    added = added._replace(memory=inbox.memory, calls=inbox.calls)
-    tensors = x, added, before.norm, None, before.router, results
-    launch(join_tokens, (programs,), *tensors, settings=s, warps=warps)
-    return total, normed, scores

@@ -27,14 +27,12 @@ def load_x(x, chunk, s, VOLATILE: tl.constexpr = False):
     word = quad * 4 + tl.arange(0, 4)[None, :]
     inside = quad < s.quads
     if s.fields == 2:
-        raw = (tl.load(x + word, mask=inside, other=0),)
+        return [tl.load(x + word, mask=inside, other=0)]
     else:
         at = x + word // RUN * (RUN * s.fields) + word % RUN
-        raw = ()
-        for k in tl.static_range(s.fields):
-            part = tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE)
-            raw = raw + (part,)
-    return raw
+        return [
+            tl.load(at + k * RUN, mask=inside, other=0, volatile=VOLATILE) for k in s.field_numbers
+        ]
 
 
 @jit
@@ -92,37 +90,32 @@ def _split_x(words, s):
 
 @jit
 def _prepare_bf16(raw, norm, s):
-    """Unpack words of bf16 -> numbers at even, at odd positions: 4 x [1, LANES // 32, 32] each."""
+    """Unpack words of bf16 -> 4 pairs, of even and of odd numbers: [1, LANES // 32, 32] each."""
     words = _split_x(raw[0], s)
-    low, high = (), ()
-    if norm is not None:
+    if norm is None:
+        return [(low_half(word), high_half(word)) for word in words]
+    elif norm[0].dtype == tl.float32:
+        even, odd = _split_x(norm[0], s), _split_x(norm[1], s)
+        return [(low_half(words[i]) * even[i], high_half(words[i]) * odd[i]) for i in (0, 1, 2, 3)]
+    else:
         scales = _split_x(norm[0], s)
-        if norm[0].dtype == tl.float32:
-            odd = _split_x(norm[1], s)
-    for i in tl.static_range(4):
-        if norm is not None:
-            if norm[0].dtype == tl.float32:
-                low = low + (low_half(words[i]) * scales[i],)
-                high = high + (high_half(words[i]) * odd[i],)
-            else:
-                low = low + (low_half(words[i]) * low_half(scales[i]),)
-                high = high + (high_half(words[i]) * high_half(scales[i]),)
-        else:
-            low = low + (low_half(words[i]),)
-            high = high + (high_half(words[i]),)
-    return low, high
+        return [
+            (low_half(words[i]) * low_half(scales[i]), high_half(words[i]) * high_half(scales[i]))
+            for i in (0, 1, 2, 3)
+        ]
+
+
+@jit
+def _normed(raw, norm, k: tl.constexpr):
+    """Return field k of x, fp32, times the norm's weight if there is one."""
+    value = raw[k].to(tl.float32)
+    return value if norm is None else value * norm[k].to(tl.float32)
 
 
 @jit
 def _prepare_fp32(raw, norm, s):
     """Convert x to fp32 -> one operand for each field of a word: 4 x [1, LANES // 32, 32]."""
-    operands = ()
-    for k in tl.static_range(4):
-        value = raw[k].to(tl.float32)
-        if norm is not None:
-            value *= norm[k].to(tl.float32)
-        operands = operands + (_split_x(value, s),)
-    return operands
+    return [_split_x(_normed(raw, norm, k), s) for k in s.field_numbers]
 
 
 # x as integers ------------------------------------------------------------------------------------
@@ -185,18 +178,14 @@ def quantize(values, BITS: tl.constexpr, s):
 def _split_units(unit, sums, s):
     """Return unit and sums, of each lane, as [1, LANES // 32, 32]."""
     WARPS: tl.constexpr = s.lanes // 32
-    split = ()
-    for i in tl.static_range(len(sums)):
-        split = split + (tl.reshape(sums[i], [1, WARPS, 32]),)
+    split = [tl.reshape(part, [1, WARPS, 32]) for part in sums]
     return tl.reshape(unit, [1, WARPS, 32]), split
 
 
 @jit
 def _split_operands(operands, unit, sums, s):
     """Order operands [LANES, 4] as `multiply_chunk` takes them: all [1, LANES // 32, 32]."""
-    split = ()
-    for i in tl.static_range(len(operands)):
-        split = split + (_split_x(operands[i], s),)
+    split = [_split_x(operand, s) for operand in operands]
     unit, sums = _split_units(unit, sums, s)
     return split, unit, sums
 
@@ -204,10 +193,7 @@ def _split_operands(operands, unit, sums, s):
 @jit
 def _prepare_integers(raw, norm, s):
     """Quantize x as loaded by `load_x`. A product with the norm's weight gets 13 bits, not 14."""
-    values = ()
-    for k in tl.static_range(s.fields):
-        value = raw[k].to(tl.float32)
-        values = values + (value if norm is None else value * norm[k].to(tl.float32),)
+    values = [_normed(raw, norm, k) for k in s.field_numbers]
     operands, unit, sums = quantize(values, 14 if norm is None else 13, s)
     if s.word_scaled:
         sums = _split_x(sums[0], s)
@@ -288,21 +274,9 @@ def prepare_x(raw, norm, s):
 def weighted_operands(operands, factor, s):
     """Multiply the operands of a chunk by the routing weight of their expert."""
     if s.kind == "bf16":
-        low, high = (), ()
-        for i in tl.static_range(4):
-            low = low + (operands[0][i] * factor,)
-            high = high + (operands[1][i] * factor,)
-        return low, high
+        return [(pair[0] * factor, pair[1] * factor) for pair in operands]
     elif s.kind == "fp8" or s.kind == "fp8b":
-        fields = ()
-        for k in tl.static_range(4):
-            words = ()
-            for i in tl.static_range(4):
-                words = words + (operands[k][i] * factor,)
-            fields = fields + (words,)
-        return fields
+        return [[word * factor for word in words] for words in operands]
     else:
-        sums = ()
-        for i in tl.static_range(len(operands[2])):
-            sums = sums + (operands[2][i] * factor,)
+        sums = [part * factor for part in operands[2]]
         return operands[0], operands[1] * factor, sums

@@ -76,6 +76,11 @@ class Product(Codes):
         return self.quads * 4 * (1 if self.kind == "bf16" else self.fields)
 
     @property
+    def token_numbers(self) -> tuple[int, ...]:
+        """0, 1, ... for each token of a program."""
+        return tuple(range(self.tokens))
+
+    @property
     def quantized(self) -> tuple[int, int]:
         """Operands and units of a token's `QuantizedX`."""
         return self.quads * self.fields, self.units * self.quads
@@ -119,10 +124,7 @@ def load_parts(x, chunk, s):
     if x.units is not None:
         return (load_quantized(x.numbers, x.units, chunk, s),)
     else:
-        parts = ()
-        for token in tl.static_range(s.tokens):
-            parts = parts + (load_x(x.numbers + token * s.numbers, chunk, s),)
-        return parts
+        return [load_x(x.numbers + token * s.numbers, chunk, s) for token in s.token_numbers]
 
 
 @jit

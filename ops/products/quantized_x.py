@@ -78,9 +78,7 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
         x += token * (s.quads * 4 * s.fields)
         operands += token * (s.quads * s.fields)
         units += token * (s.units * s.quads)
-    raw, values = load_x(x, tl.program_id(0), s), ()
-    for k in tl.static_range(s.fields):
-        values = values + (raw[k].to(tl.float32),)
+    values = [part.to(tl.float32) for part in load_x(x, tl.program_id(0), s)]
     store_quads(values, operands, units, s)
 
 

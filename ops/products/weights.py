@@ -78,6 +78,11 @@ class Codes:
         return 32 // BITS[self.kind]
 
     @property
+    def field_numbers(self) -> tuple[int, ...]:
+        """0, 1, ... for each code of a word."""
+        return tuple(range(self.fields))
+
+    @property
     def run(self) -> int:
         """Words of a group."""
         return self.group // self.fields

@@ -1,8 +1,8 @@
 """All-reduce of small messages over the GPUs of one host.
 
 A decode step's messages have a few KB. Their time is latency, not bandwidth, so
-`push_all_reduce` has one wait and no barrier. `receive_add` is the second half of an all-reduce
-that a product has begun (ops/ranks/mailbox.py).
+`push_all_reduce` has one wait and no barrier. An all-reduce that a product begins has no kernel of
+its own: ops/ranks/mailbox.py.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,8 @@ from torch import Tensor
 
 from ops.halves import high_half, low_half
 from ops.launch import await_previous, jit, launch, tl, triton
-from ops.ranks.mailbox import Messages, TokenInbox, count_call, load_call, messages_of, receive
 
 WORDS = 64  # 32-bit words of the message that a program (one warp) reduces
-BLOCK = 128  # numbers that a program (one warp) of `receive_add` sums
-
-# All-reduce by pushing ----------------------------------------------------------------------------
 
 
 class Inbox(NamedTuple):
@@ -186,46 +182,3 @@ def push_all_reduce(
     grid = (triton.cdiv(words, WORDS),)
     launch(_push_all_reduce, grid, *tensors, settings=settings, warps=1)
     return y
-
-
-# Receiving what a product has sent ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Receive:
-    """Settings of `_receive_add`."""
-
-    D: int
-    scale: float
-    messages: Messages
-    block: int = BLOCK
-
-
-# Grid [P]: a program adds BLOCK numbers of the sum.
-@jit
-def _receive_add(x, total, memory, calls, s: tl.constexpr, PDL: tl.constexpr):
-    m: tl.constexpr = s.messages
-    ROWS: tl.constexpr = m.rows
-    rank, d = tl.arange(0, ROWS)[:, None], tl.program_id(0) * s.block + tl.arange(0, s.block)
-    add = tl.load(x + d, mask=d < s.D, other=0.0)
-    call = load_call(calls)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
-        tl.extra.cuda.gdc_wait()
-    inbox = memory + (call & 1) * m.half + rank * m.stride + d[None, :]
-    wanted = (rank < m.ranks) & (d < s.D)[None, :]
-    value = add.to(tl.float32) + s.scale * receive(inbox, call, wanted, add.dtype)
-    tl.store(total + d, value.to(total.dtype.element_ty), mask=d < s.D)
-    count_call(calls, call, m)
-
-
-def receive_add(x: Tensor, inbox: TokenInbox, scale: float) -> Tensor:
-    """Receive a message [1, D] of all ranks -> x + scale * sum, bitwise identical on all ranks.
-
-    x: contiguous, of the messages' dtype; `can_receive` must be true. With PDL it is loaded while
-    the previous kernel runs, which must not write it.
-    """
-    total, settings = torch.empty_like(x), Receive(x.numel(), scale, messages_of(inbox))
-    grid, tensors = (triton.cdiv(x.numel(), BLOCK),), (x, total, inbox.memory, inbox.calls)
-    launch(_receive_add, grid, *tensors, settings=settings, warps=1)
-    return total

@@ -1,7 +1,7 @@
 """Messages of one token between GPUs: kernels write into the inboxes of all ranks.
 
 A product sends its rows while its kernel ends (`ops.products.experts.down` with `send`). The next
-kernel receives and adds them: `receive_add` of ops/ranks/all_reduce.py, or ops/products/join.py.
+kernel receives and adds them: `join_tokens` (ops/products/join.py).
 
 Each 16 bits of a message travel with the lower 16 of the call's number in one 32-bit word. A
 32-bit store arrives whole, so a word with the right number needs no flag and no fence. A slot's
