@@ -230,7 +230,7 @@ def _update_heads_of_groups(
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, old)
-    await_previous(PDL)
+    await_previous(PDL, zx is not None)  # early: the next product's weights are loaded beside
     own, own_dt, of_head, convolution = zx, dt, (head, rate, bias), (taps, biases)
     if zx is not None:
         own += sequence * tokens * s.row + INNER  # the gate comes first
