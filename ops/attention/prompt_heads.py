@@ -16,9 +16,9 @@ from ops.attention.heads import (
     load_rotation,
     load_value,
 )
-from ops.launch import check_shapes, jit, launch, tl, triton
+from ops.launch import check_shapes, jit, launch, tl
 
-ROWS = 8  # heads of a token that a program has
+ROWS = 8  # heads of a token at once
 KERNEL = "prepare_heads"
 
 
@@ -42,11 +42,6 @@ class PrepareSettings:
     sequences: int  # B
     slots: int  # S
     rows: int = ROWS
-
-    @property
-    def query_rows(self) -> int:
-        """Heads of the programs that prepare queries."""
-        return -(-self.layer.heads // self.rows) * self.rows
 
 
 @jit
@@ -81,26 +76,27 @@ def _prepare(x, norm, rms, rotation, number, COUNT: tl.constexpr, s: tl.constexp
     return load_head(x + head, weight, rms, rotation, a)
 
 
-# Grid [T, groups]: a program prepares some heads of a token: queries, or keys and values.
+# Grid [T]: a program prepares the heads of one token.
 @jit
 def prepare_heads(qkv, rope, weights, q, places, begin, s: tl.constexpr):
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     H: tl.constexpr = a.heads
     K: tl.constexpr = a.kv_heads
-    token, first = tl.program_id(0), tl.program_id(1) * s.rows
-    head, c = first + tl.arange(0, s.rows)[:, None], tl.arange(0, C)[None, :]
+    token, m = tl.program_id(0), tl.arange(0, s.rows)[:, None]
+    c = tl.arange(0, C)[None, :]
     x = qkv + token.to(tl.int64) * a.projected
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
     q_rms, k_rms = 1.0, 1.0
     if a.full_norm:
         q_rms, k_rms = inverse_rms(x, x + H * C, H * C, K * C, a.eps)
-    if first < H:
-        query = _prepare(x, weights.q_norm, q_rms, rotation, head, H, s) * s.query_scale
-        own = q + token.to(tl.int64) * (H * C)
-        tl.store(own + head * C + c, query.to(own.dtype.element_ty), mask=head < H)
-    else:
-        head -= s.query_rows
+    own = q + token.to(tl.int64) * (H * C)
+    for first in range(0, H, s.rows):
+        head = first + m
+        value = _prepare(x, weights.q_norm, q_rms, rotation, head, H, s) * s.query_scale
+        tl.store(own + head * C + c, value.to(own.dtype.element_ty), mask=head < H)
+    for first in range(0, K, s.rows):
+        head = first + m
         key = _prepare(x + H * C, weights.k_norm, k_rms, rotation, head, K, s)
         _store(key, head, c, 0, token, begin, places, s)
         value = load_value(x + a.first_value * C + tl.minimum(head, K - 1) * C, c, a)
@@ -133,6 +129,5 @@ def prompt_heads(
         check_shapes(cache=(places.cache, (2, B, K, S, C)))
     s = PrepareSettings(layer, rope.shape[-1], layer.scale * C**0.5, B, S)
     tensors = qkv.contiguous(), rope, HeadWeights(q_norm, k_norm), q, places
-    groups = s.query_rows // s.rows + triton.cdiv(K, s.rows)
-    launch(prepare_heads, (T, groups), *tensors, begin, settings=s)
+    launch(prepare_heads, (T,), *tensors, begin, settings=s)
     return q
