@@ -308,6 +308,9 @@ def machine_code() -> dict[str, dict[str, int]]:
         found = launched_code(launch_all)
         of_kimi = launched_code(partial(delta_prompt.launch_delta_chunk, *kimi))
         found |= {f"{name} of channels": code for name, code in of_kimi.items()}
+        small = random_prompt(1, 256, 2, 4, 16, 16, torch.bfloat16)
+        of_small = launched_code(partial(delta_prompt.launch_delta_chunk, *small))
+        found |= {f"{name} of small heads": code for name, code in of_small.items()}
         for T, case in of_channels.items():
             layer, *call = random_few(*case, channel_decay=True)
             launched = launched_code(partial(layer.core, *call))

@@ -122,7 +122,23 @@ def counts(code) -> dict[str, int]:
         "overwritten": overwritten(code.asm["ptx"]),
         "shared": code.metadata.shared,
         "registers": max(map(int, re.findall(r"\bR(\d+)\b", asm))) + 1,
+        "narrow": narrow_factors(code.asm["ttgir"]),
     }
+
+
+def narrow_factors(ttgir: str) -> int:
+    """Count right factors of `wgmma` whose rows lie along N and are less than 128 bytes.
+
+    Of these Triton 3.6 reads shared memory out of bounds.
+    """
+    found = re.findall(r"(#shared\d*) = #ttg\.nvmma_shared<\{(.*?)\}>", ttgir)
+    narrow = [
+        name
+        for name, layout in found
+        if "transposed = false" in layout and "swizzlingByteWidth = 128" not in layout
+    ]
+    rights = re.findall(r"warp_group_dot .* \* !ttg\.memdesc<[^,]*, (#shared\d*),", ttgir)
+    return sum(right in narrow for right in rights)
 
 
 def print_results(errors: Callable[[], dict], machine_code: Callable[[], dict]) -> int:

@@ -197,7 +197,7 @@ def test_the_kernels_compile_for_an_h200():
     for name in [name for name in found if "_chunk" in name or "_channels" in name]:
         counts = found.pop(name)
         assert counts["products"] and counts["shared"] <= 227 << 10, name
-        assert not counts["overwritten"], name
+        assert not counts["overwritten"] and not counts["narrow"], name
         # Triton 3.6 spills nothing of decays for each channel, 3.9 one number, but 14 and 22 of
         # `_scan_chunks`: addresses of the last state, stored before the loop and loaded after it.
         most = 24 if name.startswith("_scan") else 1

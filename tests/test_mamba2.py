@@ -90,9 +90,10 @@ def test_the_kernel_compiles_for_an_h200():
     assert len(prompts) == 12 and len(found) == 19
     for name in prompts:
         counts = found.pop(name)
-        # Triton 3.6 stores seven numbers before a loop, and loads them after it; 3.9 ten.
-        assert counts["spills"] <= (10 if name.startswith("_scan") else 0), (name, counts)
+        # Triton 3.6 stores five numbers before a loop, and loads them after it; 3.9 28.
+        assert counts["spills"] <= (30 if name.startswith("_scan") else 0), (name, counts)
         assert not counts["overwritten"] and counts["shared"] <= 227 << 10, (name, counts)
+        assert not counts["narrow"], name
     for name, counts in found.items():
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
         assert counts["ahead"] >= 8, name  # the state is loaded before the wait

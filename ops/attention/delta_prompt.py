@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops.attention.delta_channels import Decayed, decay_channels
@@ -79,7 +78,7 @@ class Tokens(NamedTuple):
     """A prompt of the delta rule, or in its names one of Mamba-2."""
 
     q: Tensor  # [B, Q, K, Ck]; C
-    k: Tensor  # [B, Q, K, Ck]; B, for the kernel [B, K, Ck, chunks T]
+    k: Tensor  # [B, Q, K, Ck]; B
     v: Tensor  # [B, Q, H, Cv]; x
     g: Tensor  # fp32 [B, Q, H], or [B, Q, H, Ck]: logarithms of the decay
     beta: Tensor  # fp32 [B, Q, H]; step sizes
@@ -174,7 +173,11 @@ def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.cons
         c = begin + tl.arange(0, BLOCK)[None, :]
         tokens = tl.load(x + c, mask=is_real[:, None], other=0.0)
         sums = tl.zeros([right.shape[0], BLOCK], tl.float32)
-        tl.store(solved + c, _dot(right, tokens, sums, PRECISION))
+        if BLOCK < 64:  # as in `_take_in`
+            sums = tl.dot(right, tokens.to(tl.float32), sums, input_precision="tf32x3")
+        else:
+            sums = _dot(right, tokens, sums, PRECISION)
+        tl.store(solved + c, sums)
 
 
 # Grid [chunks, H, B].
@@ -223,22 +226,18 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 @jit
 def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck]; of Mamba-2 [Ck, T].
+    """Return the state after a chunk. written: its keys [T, Ck].
 
     rest: what keys in bf16 lack of fp32, or None.
     """
-    if s.is_delta:
-        # The transposed sum: with keys as the left factor and corrections in bf16 as the right one,
-        # code of Triton 3.6 for sm_90 reads shared memory out of bounds, and gives NaN.
-        change = tl.zeros([s.columns, s.key_dim], tl.float32)
-        correction = tl.trans(correction)
-        if rest is not None:
-            change = tl.dot(correction.to(tl.bfloat16), rest, change)
-        change = _dot(correction, written, change, "tf32x3")
-        return state * remains + tl.trans(change)
-    else:
-        change = tl.zeros([s.key_dim, s.columns], tl.float32)
-        return state * remains + _dot(written, correction, change, "tf32x3")
+    # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
+    # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
+    change = tl.zeros([s.columns, s.key_dim], tl.float32)
+    correction = tl.trans(correction)
+    if rest is not None:
+        change = tl.dot(correction.to(tl.bfloat16), rest, change)
+    change = _dot(correction, written, change, "tf32x3")
+    return state * remains + tl.trans(change)
 
 
 # Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
@@ -267,7 +266,6 @@ def _scan_chunks(
         scores = systems.scores + (place * T + i[None, :])
     else:
         skip = tl.load(tokens.skip + head).to(tl.float32)
-        turned_keys = tokens.k + (sequence * s.key_heads + head // s.sharing) * CK * chunks * T
     if s.channel_decay:
         decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[:, None]
     for chunk in range(0, chunks):
@@ -294,8 +292,8 @@ def _scan_chunks(
         if s.is_delta:
             products = tl.load(scores)
         else:
-            written = tl.load(turned_keys + (c[:, None] * (chunks * T) + rows[None, :]))
-            products = tl.dot(queries, written, input_precision=s.precision)
+            written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+            products = tl.dot(queries, tl.trans(written), input_precision=s.precision)
             products *= _decay_between(total)
             x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV + columns
             x = tl.load(x, mask=is_real[:, None], other=0.0).to(tl.float32)
@@ -314,8 +312,8 @@ def _scan_chunks(
             decayed += T * CK
             kept += CK
         else:
-            if s.is_delta:
-                written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
+            # Mamba-2's again: kept in registers until here, they were spilled.
+            written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             correction *= write[:, None]
             state = _take_in(state, written, None, correction, remains, s)
         if s.is_delta:
@@ -412,8 +410,6 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     assert isinstance(s, RuleSettings)
     if systems:
         systems = _solve_chunks(tokens, state, sizes, s)
-    else:
-        tokens = tokens._replace(k=F.pad(k.permute(0, 2, 3, 1), (0, -Q % s.rows)).contiguous())
     grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)
     launch(_scan_chunks, grid, *tensors, *sizes, settings=s, **options)
     return out, final
