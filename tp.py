@@ -138,12 +138,11 @@ class AllReduceAddNorm(AddNorm):
 class AllReduceSandwich(AllReduceAddNorm):
     """The same for SandwichAddNorm: its norms need the sum over the ranks."""
 
-    kernels_ran = False  # as of runtime/kernel_choice.py
-
     def __init__(self, plain: SandwichAddNorm, router: Linear | None = None):
         super().__init__(1.0, router)
         self.plain = plain
         weights = [norm.weight for norm in plain.branch_norms]
+        self.kernels_ran = not weights  # as of runtime/kernel_choice.py
         branches = torch.stack(weights) if weights else None
         self.register_buffer("branch_weights", branches, persistent=False)
 
