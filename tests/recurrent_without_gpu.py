@@ -129,7 +129,7 @@ def counts(code) -> dict[str, int]:
 def narrow_factors(ttgir: str) -> int:
     """Count right factors of `wgmma` whose rows lie along N and are less than 128 bytes.
 
-    Of these Triton 3.6 reads shared memory out of bounds.
+    Triton 3.6 reads shared memory out of bounds for these.
     """
     found = re.findall(r"(#shared\d*) = #ttg\.nvmma_shared<\{(.*?)\}>", ttgir)
     narrow = [

@@ -97,9 +97,12 @@ def test_kernels_are_described(monkeypatch):
     assert choose_runner(lfm2, "auto") is CompiledRunner
     assert describe_kernels(lfm2, FusedRunner) == "fused (6 of 6 layers)"
     assert describe_kernels(lfm2, CompiledRunner) == "Inductor (no GPU has run its kernels)"
-    on_ranks = shard_on_meta("Trinity-Mini-26B-A3B", "int4", "tensor")
-    on_one = on_meta("Trinity-Mini-26B-A3B", "int4")
-    assert choose_runner(on_one, "auto") is FusedRunner
+    for name in ("Trinity-Mini-26B-A3B", "gemma-4-26B-A4B"):
+        on_ranks = shard_on_meta(name, "int4", "tensor")
+        assert choose_runner(on_meta(name, "int4"), "auto") is FusedRunner
+        # No GPUs have run the norms of Gemma 4's two branches.
+        ran = CompiledRunner if name.startswith("gemma") else FusedRunner
+        assert choose_runner(on_ranks, "auto") is ran
     assert describe_kernels(on_ranks, CompiledRunner) == "Inductor (no GPU has run its kernels)"
     assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 6
     assert count_fused(on_meta("DeepSeek-V3", "bf16")) == 0  # its dense layers alone have some

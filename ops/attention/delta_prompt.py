@@ -228,7 +228,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
     """Return the state after a chunk. written: its keys [T, Ck].
 
-    rest: what keys in bf16 lack of fp32, or None.
+    rest: the keys' bits in fp32 that bf16 lacks, or None.
     """
     # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
     # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
