@@ -222,9 +222,8 @@ class Product:
         if self.shape.experts:
             return down(self.x, kernel, argument, self.routing, residual=residual, tiles=tiles)
         if self.shape.normed:
-            x, norm = norm_apart(
-                self.x, self.norm.weight, self.norm.eps, argument
-            )  # as a layer calls it
+            # As a layer calls it.
+            x, norm = norm_apart(self.x, self.norm.weight, self.norm.eps, argument)
             return dense_product(x, argument, norm, tiles=tiles)
         return dense_product(self.x, argument, residual=residual, tiles=tiles)
 

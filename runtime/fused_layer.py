@@ -149,7 +149,7 @@ class FusedAttention:
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
         projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
-        projected, norm = projected.view(*context.positions.shape, -1), None
+        projected, output_norm = projected.view(*context.positions.shape, -1), None
         if not hasattr(attention, "takes") or not attention.takes(projected, context):
             (plain,) = getattr(attention, "plain", (attention,))
             heads = core(plain, projected, context)
@@ -157,12 +157,13 @@ class FusedAttention:
             heads = attention.fused_core(projected, context, reach)
         else:
             heads = attention.fused_core(projected, context)
-            norm = getattr(attention, "output_norm", None)
-        (weight, bias), scale = self.output, None
+            output_norm = getattr(attention, "output_norm", None)
+        (weight, bias), norm = self.output, None
         heads = heads.flatten(0, 1).contiguous()
-        if norm is not None:
-            heads, scale = dense.norm_apart(heads, norm.weight, norm.eps, weight, norm.groups)
-        return dense.dense_product(heads, weight, scale, bias=bias, **self.sum.of_product(x))
+        if output_norm is not None:
+            of_heads = output_norm.weight, output_norm.eps, weight, output_norm.groups
+            heads, norm = dense.norm_apart(heads, *of_heads)
+        return dense.dense_product(heads, weight, norm, bias=bias, **self.sum.of_product(x))
 
 
 class FusedExperts:

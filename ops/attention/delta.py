@@ -112,8 +112,8 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
 
 
 # Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
-# weights, position and last are loaded before the wait for the projections, which make qkvz and
-# ba. So are pending tokens taken in, of which there are none after another call of one token.
+# weights, position and last are loaded before the wait for the projections, which make qkvz and ba.
+# So are pending tokens taken in, of which there are none after another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
 # the state after them is not stored. A token is loaded while the one before it is taken in. qkvz
@@ -123,9 +123,9 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
 # For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
 # tile of 2 Ck numbers, or two copies of it, with as many numbers as threads.
 #
-# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the
-# programs of all H / K value heads of a key head; `arrivals` counts them, and the last to have read
-# them moves them on. No program waits. There is no race:
+# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the programs of
+# all H / K value heads of a key head; `arrivals` counts them, and the last to have read them moves
+# them on. No program waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
 #   program has read of q's and k's inputs. So these loads have returned to registers, in all
 #   threads, before the addition is issued. A barrier alone would not wait for them.

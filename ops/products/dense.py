@@ -275,8 +275,8 @@ def dense_product(
     With PDL, all but x is loaded while the previous kernel runs, which must not write it.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
-    None. A kernel that receives must come next: `norm_router` or `add_branch`. A
-    result that cannot be sent raises ValueError.
+    None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot
+    be sent raises ValueError.
     """
     T = x.numel() // x.shape[-1]
     if send is not None and (T > 1 or early):

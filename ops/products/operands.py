@@ -62,7 +62,7 @@ def lane_squares(raw, s):
 
 
 @jit
-def group_factors(raw, s):
+def group_inverse_rms(raw, s):
     """Return 1 / RMS of each lane's group of x, [1, LANES // 32, 32]. A chunk has whole groups."""
     EACH: tl.constexpr = s.quads // s.groups
     squares = tl.reshape(lane_squares(raw, s), [s.lanes // EACH, EACH])

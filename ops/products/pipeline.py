@@ -19,7 +19,7 @@ from torch import Tensor
 from ops.launch import add_both, jit, tl, triton
 from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
-    group_factors,
+    group_inverse_rms,
     lane_squares,
     load_norm,
     load_quantized,
@@ -153,7 +153,7 @@ def prepare(part, beside, x, s):
     elif x.norm is not None:
         operands = prepare_x(part, beside, s)
         if s.groups > 1:
-            operands = weighted_operands(operands, group_factors(part, s), s)
+            operands = weighted_operands(operands, group_inverse_rms(part, s), s)
     else:
         operands = prepare_x(part, None, s)
     if s.gather:

@@ -256,11 +256,9 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
     scales, and units [1, n]. inside: which units a row has; None: all.
     """
     rows, scale_rows, unit = at
-    place, other = (
-        weights.codes + rows * (s.width // s.fields) + unit,
-        None if inside is None else 0,
-    )
-    units = tl.load(place, mask=inside, other=other)
+    codes = weights.codes + rows * (s.width // s.fields) + unit
+    other = None if inside is None else 0
+    units = tl.load(codes, mask=inside, other=other)
     above = units
     if s.bits_above > 0:
         above = load_above(weights.high, rows, start, s)
