@@ -475,14 +475,14 @@ def test_chains_of_all_lengths_share_compiled_code(make_headed, plain):
 
 
 @pytest.mark.parametrize("right", (True, False))
-@pytest.mark.parametrize("draft_ids", ((), (0, 2, 5, 7)), ids=("all ids", "some ids"))
+@pytest.mark.parametrize("draft_ids", ((), (1, 3, 4, 6)), ids=("all ids", "some ids"))
 def test_answers_have_the_models_distribution(draft_ids, right, monkeypatch):
     """300 answers of 3 tokens have their exact probabilities; not so if every draft is accepted."""
     sampling, total = Sampling(temperature=0.35, top_k=3, repetition_penalty=1.2), 300
     ids, model = [0, 1, 2, 3, 4, 5, 6, 7, 2], small_model(0)
     expected = exact_answers(model, ids, 3, sampling)
     head = build_model(head_args(model.args)).to_empty(device="cpu")
-    scramble(head, 3)
+    scramble(head, 4)
     head.embedding, head.head = model.embedding, model.head
     speculation = Speculation(Session(model, 32), 2, head=head, draft_ids=draft_ids)
     if not right:

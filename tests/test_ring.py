@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ TOLERANCE = {"plain": 1e-4, "int8": 1e-2}  # another order of sums may round ano
 pytestmark = pytest.mark.usefixtures("few_threads")
 
 
-def make_model() -> Transformer:
+def make_model(n_active: int = 2) -> Transformer:
     """Two layers with a window, and one without between them."""
-    sizes = dict(dim=32, n_layer=3, n_head=4, intermediate=24, n_expert=6, n_active=2)
+    sizes = dict(dim=32, n_layer=3, n_head=4, intermediate=24, n_expert=6, n_active=n_active)
     heads = dict(n_kv_head=2, head_dim=8, sliding_window=WINDOW)
     model = Transformer(
         ModelArgs("mixtral", **sizes, **heads, vocab_size=VOCABULARY, max_position=4096)
@@ -211,13 +212,30 @@ def test_short_prompts_as_steps_of_many_tokens(sizes, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_steps_and_prompts(kind, whole):
+def test_compiled_steps_and_prompts(kind, whole, monkeypatch):
+    if (
+        kind == "int8"
+    ):  # compiled code rounds other codes: with all experts no router's choice turns
+        monkeypatch.setitem(globals(), "make_model", partial(make_model, n_active=6))
     options = dict(compile=True, compile_prefill=True)
     session, other = open_session(kind, prefill_chunk=150, **options), whole(kind)
     for ids in (text(3), text(60), text(500), text(510)[:505]):
-        count = 80 if kind == "plain" else 16  # other roundings make other codes of int8
-        (want,) = answers_alone(other, [(ids, count, GREEDY)])
-        assert list(session.stream(ids, count, GREEDY)) == want
+        (want,) = answers_alone(other, [(ids, 80, GREEDY)])
+        got = list(session.stream(ids, 80, GREEDY))
+        if kind == "int8":
+            assert lead_of_first_difference(ids, got, want) < 0.2
+        else:
+            assert got == want
+
+
+def lead_of_first_difference(ids: list[int], got: list[int], want: list[int]) -> float:
+    """Return by how much fp32 logits, of standard deviation 2, prefer one answer's next token."""
+    pairs = enumerate(zip(got, want, strict=True))
+    end, tokens = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (0, 0)))
+    model, known = make_model(), torch.tensor([ids + want[:end]])
+    model.setup_cache(1, LENGTH)
+    logits = model(known, torch.arange(known.shape[1]).unsqueeze(0))[0]
+    return (logits[tokens[0]] - logits[tokens[1]]).abs().item()
 
 
 def test_a_ring_has_room_for_a_window_and_a_call():
