@@ -140,7 +140,7 @@ def test_attention_over_rings_of_every_kind():
 @pytest.mark.slow
 def test_one_tokens_attention_in_every_form(machine_code):
     errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
-    assert len(errors) == 10 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 13 and all(error < 2e-6 for error in errors.values()), errors
     for case, counts in machine_code["token"].items():
         bodies = 2 if "bfloat16" in case else 1
         assert counts["waits"] == counts["starts"] == bodies and counts["spills"] == 0, case
@@ -176,7 +176,7 @@ def test_few_queries_attention_in_one_kernel_compiles_for_an_h200(machine_code):
 @pytest.mark.slow
 def test_few_queries_attention_at_other_sizes():
     errors = without_a_gpu("queries, more", TRITON_INTERPRET="1")["queries, more"]
-    assert len(errors) == 11 and all(error < 2e-6 for error in errors.values()), errors
+    assert len(errors) == 14 and all(error < 2e-6 for error in errors.values()), errors
 
 
 @pytest.mark.slow
