@@ -53,8 +53,11 @@ MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
 MAX_HELD = 4  # chunks of x that staying programs have in registers
 MIN_GAIN = 0.003  # of a layer; of a product that is timed alone, ALONE_GAIN
 ALONE_GAIN = 0.01
-FINALISTS = 6  # tilings of a product that layers are timed with, beside today's
+FINALISTS = 24  # tilings of a product that layers are timed with, and at most MAX_SLOWER alone
+MAX_SLOWER = 1.5
+BEST = 5  # of these; they are timed again, in ROUNDS
 ROUNDS = 3
+TURNS = 2  # a product may want other tilings, once those after it have changed
 POSITION = 100
 # Kind, rows of the weight, quads of x, loads, tokens.
 LayerProduct = tuple[str, int, int, int, int]
@@ -303,15 +306,15 @@ class Tuning:
         return self.chosen.get(product) or choose_tiles(weight, quads, loads, tokens)
 
     def times(
-        self, measure: Callable[[], float], product: LayerProduct, tilings: list[Tiles]
-    ) -> list[float]:
-        """Return what `measure` gives with each tiling of a product, the median of ROUNDS."""
+        self, measure: Callable[[], float], product: LayerProduct, tilings: list[Tiles], rounds: int
+    ) -> dict[Tiles, float]:
+        """Return what `measure` gives with each tiling of a product, the median of rounds."""
         before, found = dict(self.chosen), []
-        for tiles in tilings * ROUNDS:  # in turn, so that all see the same clocks
+        for tiles in tilings * rounds:  # in turn, so that all see the same clocks
             self.chosen[product] = tiles
             found.append(measure())
         self.chosen = before
-        return [median(found[n :: len(tilings)]) for n in range(len(tilings))]
+        return {tiles: median(found[n :: len(tilings)]) for n, tiles in enumerate(tilings)}
 
 
 def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tuple, Tiles]:
@@ -323,23 +326,35 @@ def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tup
     tuning = Tuning()
     with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
         layers.run()
+        tilings = {p: finalists[key_of(p)] for p in tuning.seen if key_of(p) in finalists}
         tasks = []
-        products = [product for product in tuning.seen if key_of(product) in finalists]
-        for product in products:
-            for tiles in finalists[key_of(product)]:
+        for product, tried in tilings.items():
+            for tiles in tried:
                 tuning.chosen = {product: tiles}
                 tasks += collect(layers.run)
         tuning.chosen = {}
         compile_ahead(tasks, gpu_of(torch.device("cuda")))
-        for product in products:
-            tilings = finalists[key_of(product)]
-            times = tuning.times(layers.microseconds, product, tilings)
+        for product in list(tilings) * TURNS:
+            today = tilings[product][0]
+            times = tuning.times(layers.microseconds, product, tilings[product], 1)
+            best = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
+            tilings[product] = [today, *best[:BEST]]
+            times = tuning.times(layers.microseconds, product, tilings[product], ROUNDS)
             print(f"a layer, {product[0]} {product[1]} x {product[2]} quads:")
-            for us, tiles in zip(times, tilings, strict=True):
+            for tiles, us in times.items():
                 print(f"  {us:7.2f} us  {tiles}", flush=True)
-            if min(times) < times[0] * (1 - MIN_GAIN):
-                tuning.chosen[product] = tilings[times.index(min(times))]
+            best = min(times, key=times.__getitem__)
+            tuning.chosen.pop(product, None)
+            if times[best] < times[today] * (1 - MIN_GAIN):
+                tuning.chosen[product] = best
+        print(f"a layer: {layers.microseconds():.2f} us")
     return {key_of(product): tiles for product, tiles in tuning.chosen.items()}
+
+
+def choose_finalists(times: list[tuple[float, Tiles]], today: Tiles) -> list[Tiles]:
+    """Return today's tiling, and those that are not much slower alone than the fastest."""
+    others = [t for us, t in times if t != today and us <= times[0][0] * MAX_SLOWER]
+    return [today, *others[:FINALISTS]]
 
 
 def key_of(product: LayerProduct) -> tuple[str, int, int, int]:
@@ -417,8 +432,7 @@ def main() -> None:
     if options.ranks > 1:
         best = {key: faster_alone(found, today[key]) for key, found in times.items()}
     else:
-        others = {k: [t for _, t in found if t != today[k]] for k, found in times.items()}
-        finalists = {key: [today[key], *others[key][:FINALISTS]] for key in times}
+        finalists = {key: choose_finalists(found, today[key]) for key, found in times.items()}
         model = load_layers(options.arch, options.mode, LAYERS, torch.device("cuda"))
         best = tune_layers(Layers(model, FusedRunner(model), POSITION), finalists)
     faster = {key: tiles for key, tiles in best.items() if tiles}
