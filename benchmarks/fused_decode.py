@@ -1,14 +1,12 @@
-"""Time of a layer for one token: Inductor's kernels, fused kernels, and tilings of the latter.
+"""Time of a layer for one token: Inductor's kernels and fused ones.
 
-    python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 20 --json layer.json
+    python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --json layer.json
 
 Random weights. All layers run in one CUDA graph at a position of the cache; embedding, head and
 sampling are left out. Each layer is also run alone, both ways, on the same x. The sum that it adds
 to x may differ by MAX_DIFFERENCE of its norm, and by the rounding of x. In a few layers it differs
 more: where two experts have nearly equal scores, rounding may choose another.
 
---tune tries other tilings of each product, one product at a time, with the whole layer around it.
-Most of its time is Triton's, so 20 seconds try about 15.
 --quantize_h quantizes h once, by a kernel of its own, for all programs of the down product, which
 meanwhile load their weights. Without, only Mixtral in 4 bits does (`quantized_x.quantizes_first`).
 
@@ -18,8 +16,6 @@ meanwhile load their weights. Without, only Mixtral in 4 bits does (`quantized_x
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -30,15 +26,12 @@ from torch import Tensor, nn
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
 from benchmarks.kernel_profile import record_kernels
-from benchmarks.tune import tilings_of
 from cli.parser import Parser
 from model import Transformer
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.inductor import configure_inductor
 from ops.products import experts as moe_decode
-from ops.products import pipeline
 from ops.products.quantized_x import quantize_tokens
-from ops.products.tilings import Tiles
 from ops.products.weights import INTEGERS, Weight
 from runtime import fused_layer
 from runtime.fused_decode import FusedRunner
@@ -49,9 +42,7 @@ from runtime.weights import bytes_per_token
 MAX_DIFFERENCE = 0.02
 CACHE = 256  # positions
 ROUTERS = ((1, 8), (2, 4), (2, 8))  # rows, warps of norm and router
-Product = tuple[str, int, int, int, int]  # kind, rows of the weight, quads of x, loads, tokens
 
-choose_tiles = pipeline.choose_tiles
 down = moe_decode.down
 norm_router = fused_layer.norm_router
 
@@ -133,59 +124,19 @@ class Layers:
         return [(name, start - first, length) for start, name, length in found[begin:][: each + 1]]
 
 
-class Tuning:
-    """Tilings that replace those of `choose_tiles`, and the products seen."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[Product, Tiles] = {}
-        self.seen: dict[Product, Weight] = {}
-
-    def choose(self, weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
-        product = weight.kind, weight.out, quads, loads, tokens
-        self.seen[product] = weight
-        return self.chosen.get(product) or choose_tiles(weight, quads, loads, tokens)
-
-    def tune(self, measure: Callable[[], float], seconds: float) -> list[dict]:
-        """Try tilings of each product for `seconds`, and keep the best -> a row for each try."""
-        rows, best = [], measure()
-        for product, weight in list(self.seen.items()):
-            _, _, quads, loads, tokens = product
-            start = choose_tiles(weight, quads, loads, tokens)
-            end = time.perf_counter() + seconds
-            for tiles in tilings_of(quads, loads) if seconds else ():
-                if tiles == start or time.perf_counter() > end:
-                    continue
-                kept, self.chosen[product] = self.chosen.get(product), tiles
-                us = measure()
-                rows.append({"product": product, "tiles": str(tiles), "us": round(us, 2)})
-                if us < best * 0.998:
-                    best = us
-                elif kept:
-                    self.chosen[product] = kept
-                else:
-                    del self.chosen[product]
-        return rows
-
-
 def measure_fused(model: Transformer, plain: Layers, options: argparse.Namespace) -> dict:
-    """Return us a layer of the fused kernels, of variants of them, and of tilings."""
-    tuning, runner = Tuning(), FusedRunner(model)
-    layers = Layers(model, runner, options.position)
-    result: dict = {}
-    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
-        differences = layers.differences(plain)
-        result["difference"] = statistics.median(differences)
-        result["differing"] = sum(difference > MAX_DIFFERENCE for difference in differences)
-        result["us"] = layers.microseconds()
-        result["kernels"] = layers.kernels()
-        variants = result["variants"] = {}
-        for rows, warps in ROUTERS:
-            changed = partial(norm_router, rows=rows, warps=warps)
-            with mock.patch.object(fused_layer, "norm_router", changed):
-                variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
-        result["tilings"] = tuning.tune(layers.microseconds, options.tune)
-        result["best_us"] = layers.microseconds()
-        result["best"] = {str(product): str(tiles) for product, tiles in tuning.chosen.items()}
+    """Return us a layer of the fused kernels, and of variants of them."""
+    layers = Layers(model, FusedRunner(model), options.position)
+    differences = layers.differences(plain)
+    result: dict = {"difference": statistics.median(differences)}
+    result["differing"] = sum(difference > MAX_DIFFERENCE for difference in differences)
+    result["us"] = layers.microseconds()
+    result["kernels"] = layers.kernels()
+    variants = result["variants"] = {}
+    for rows, warps in ROUTERS:
+        changed = partial(norm_router, rows=rows, warps=warps)
+        with mock.patch.object(fused_layer, "norm_router", changed):
+            variants[f"router of {rows} rows, {warps} warps"] = layers.microseconds()
     return result
 
 
@@ -237,9 +188,6 @@ def show(result: dict) -> None:
     )
     for name, us in fused["variants"].items():
         print(f"  {name:30} {us:7.2f} us")
-    for row in sorted(fused["tilings"], key=lambda row: (row["product"], row["us"])):
-        print(f"  {row['product']!s:34} {row['us']:7.2f} us  {row['tiles']}")
-    print(f"best tilings             {fused['best_us']:7.2f} us, {fused['best']}")
     for name in ("inductor", "fused"):
         print(f"one layer's kernels, {name}: start and duration, us")
         for kernel, start, duration in result[name]["kernels"]:
@@ -250,7 +198,7 @@ def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
         (
-            "python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4 --tune 20",
+            "python benchmarks/fused_decode.py --arch Qwen3-30B-A3B --mode int4",
             "python benchmarks/fused_decode.py --arch Mixtral-8x7B --layers 8 --json layer.json",
         ),
     )
@@ -259,7 +207,6 @@ def build_parser() -> Parser:
     add("--mode", default="bf16", help="number format, as of benchmark.py")
     add("--layers", type=int, help="build only the first N layers")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
-    add("--tune", type=float, default=0.0, help="seconds for each product, to try other tilings")
     add("--quantize_h", action="store_true", help="quantize h in a kernel of its own")
     add("--json", metavar="FILE", help="write the result, with the kernels of a layer")
     return parser

@@ -32,7 +32,8 @@ import torch
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
-from benchmarks.fused_decode import Layers, Product, Tuning, load_layers
+from benchmarks.fused_decode import Layers, load_layers
+from benchmarks.tune import LayerProduct, Tuning
 from cli.parser import Parser
 from ops.products import dense, expert_tiles, experts, few_tokens, join, pipeline
 from ops.products.expert_tiles import choose_few
@@ -93,7 +94,7 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
 
 
-def expert_products(tuning: Tuning, loads: int) -> list[Product]:
+def expert_products(tuning: Tuning, loads: int) -> list[LayerProduct]:
     """Return the products of experts that were seen. loads: 2 of gate and up, 1 of down."""
     seen = tuning.seen.items()
     return [product for product, w in seen if w.parts[0].dim() == 3 and product[3] == loads]
@@ -181,18 +182,6 @@ class Tokens:
         lines = (f"    {start:7.1f} {us:7.1f} us  {kernel}" for kernel, start, us in kernels)
         return "\n".join((row, *lines))
 
-    def tune(self, tokens: int) -> None:
-        """Try tilings of each product; print those of each, the fastest first."""
-        tuning = Tuning()
-        with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
-            layers = Layers(self.model, self.runner, self.options.position, tokens)
-            layers.run()
-            rows = tuning.tune(layers.microseconds, self.options.tune)
-        for row in sorted(rows, key=lambda row: (row["product"], row["us"])):
-            print(
-                f"    {tokens} tokens, {row['product']}: {row['us']} us, {row['tiles']}", flush=True
-            )
-
     def try_given(self, tokens: int) -> None:
         """Print us a layer with each tiling of --gate_up, --down and --few, one at a time."""
         tuning, few, options = Tuning(), FewTuning(), self.options
@@ -232,8 +221,6 @@ class Tokens:
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
         for tokens in self.options.tokens:
-            if self.options.tune:
-                self.tune(tokens)
             if tokens > 1 and (self.options.gate_up or self.options.down or self.options.few):
                 self.try_given(tokens)
             forms = self.options.forms
@@ -260,7 +247,6 @@ def build_parser() -> Parser:
     add("--tokens", nargs="+", type=int, metavar="N", help="tokens of one sequence, 1 to 16")
     add("--forms", nargs="*", choices=FORMS, metavar="FORM", help="also other forms: all, or these")
     add("--kernels", action="store_true", help="with --tokens, also the kernels of a layer")
-    add("--tune", type=float, metavar="S", help="with --tokens, try tilings, S seconds a product")
     given = dict(nargs="+", default=[], metavar="TILING")
     add("--down", type=read_tiles, help="tilings of the experts' down product to try", **given)
     add("--gate_up", type=read_tiles, help="with --tokens, tilings of gate and up", **given)

@@ -3,24 +3,27 @@
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4 --write
 
-A product is one launch of ops/products/dense.py or experts.py. Each runs alone in a CUDA graph,
-over more copies of its weight than L2 holds. A tiling is first checked against unpacked weights in
-fp64. --write puts those that are faster than today's by MIN_GAIN into ops/products/tilings.json,
-under this GPU's class. Then compare whole layers with benchmarks/layer_times.py: a product alone
-may want other tiles than one among others.
+A product is one launch of ops/products/dense.py or experts.py. A tiling is first checked against
+unpacked weights in fp64, and timed alone, over more copies of its weight than L2 holds. Alone a
+product may want other tiles than among others, so the best of these are then timed with whole
+layers around them. --write puts those with which layers are faster than today by MIN_GAIN into
+ops/products/tilings.json, under this GPU's class. With --ranks products are timed alone only.
 """
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
+from benchmarks.fused_decode import Layers, load_layers
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import DTYPES
@@ -31,12 +34,13 @@ from ops.compile_ahead import collect
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import Gpu, gpu_of
 from ops.launch import KernelError
-from ops.products import tilings
+from ops.products import pipeline, tilings
 from ops.products.dense import Norm, dense_product, norm_apart
 from ops.products.experts import down, multiply_each
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
 from runtime.compile_ahead import compile_ahead
+from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedExperts, FusedLayer, fused_layers
 from tp import ModelShard
@@ -47,7 +51,16 @@ MAX_ERROR = 8e-3  # relative; results are rounded to bf16
 MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
 MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
 MAX_HELD = 4  # chunks of x that staying programs have in registers
-MIN_GAIN = 0.01
+MIN_GAIN = 0.003  # of a layer; of a product that is timed alone, ALONE_GAIN
+ALONE_GAIN = 0.01
+FINALISTS = 24  # tilings of a product that layers are timed with, and at most MAX_SLOWER alone
+MAX_SLOWER = 1.5
+BEST = 5  # of these; they are timed again, in ROUNDS
+ROUNDS = 3
+TURNS = 2  # a product may want other tilings, once those after it have changed
+POSITION = 100
+# Kind, rows of the weight, quads of x, loads, tokens.
+LayerProduct = tuple[str, int, int, int, int]
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -259,8 +272,8 @@ def compile_tilings(candidates: dict[Product, list[Tiles]]) -> None:
     compile_ahead(tasks, gpu_of(torch.device("cuda")))
 
 
-def tune(product: Product, name: str, candidates: list[Tiles]) -> Tiles | None:
-    """Time today's tiling and others; print them -> the best, if it is faster than today's."""
+def tune(product: Product, name: str, candidates: list[Tiles]) -> list[tuple[float, Tiles]]:
+    """Time today's tiling and others alone; print them -> us and tiling, the fastest first."""
     times = {tiles: product.measure(tiles) for tiles in candidates}
     today, (kind, _, out, quads) = candidates[0], product.shape.key
     print(f"{name}: {kind} {out} x {quads} quads, {product.nbytes / 1e6:.1f} MB")
@@ -268,9 +281,86 @@ def tune(product: Product, name: str, candidates: list[Tiles]) -> Tiles | None:
     for us, text, tiles in right[:8]:
         mark = " (today's)" if tiles == today else ""
         print(f"  {us:7.2f} us {product.nbytes / us / 1e3:6.0f} GB/s  {text}{mark}", flush=True)
-    best = right[0] if right else None
-    was = times[today] or float("inf")
-    return best[2] if best and best[0] < was * (1 - MIN_GAIN) else None
+    return [(us, tiles) for us, _, tiles in right]
+
+
+def faster_alone(times: list[tuple[float, Tiles]], today: Tiles) -> Tiles | None:
+    """Return the fastest tiling, if it is faster than today's by ALONE_GAIN."""
+    was = next((us for us, tiles in times if tiles == today), float("inf"))
+    return times[0][1] if times and times[0][0] < was * (1 - ALONE_GAIN) else None
+
+
+# Whole layers -------------------------------------------------------------------------------------
+
+
+class Tuning:
+    """Tilings that replace those of `choose_tiles`, and the products seen."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[LayerProduct, Tiles] = {}
+        self.seen: dict[LayerProduct, Weight] = {}
+
+    def choose(self, weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
+        product = weight.kind, weight.out, quads, loads, tokens
+        self.seen[product] = weight
+        return self.chosen.get(product) or choose_tiles(weight, quads, loads, tokens)
+
+    def times(
+        self, measure: Callable[[], float], product: LayerProduct, tilings: list[Tiles], rounds: int
+    ) -> dict[Tiles, float]:
+        """Return what `measure` gives with each tiling of a product, the median of rounds."""
+        before, found = dict(self.chosen), []
+        for tiles in tilings * rounds:  # in turn, so that all see the same clocks
+            self.chosen[product] = tiles
+            found.append(measure())
+        self.chosen = before
+        return {tiles: median(found[n :: len(tilings)]) for n, tiles in enumerate(tilings)}
+
+
+def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tuple, Tiles]:
+    """Time layers with tilings of one product after the other -> those that make them faster.
+
+    finalists: tilings by `Shape.key`, today's first. A product that is faster keeps its tiling
+    while the others are tried.
+    """
+    tuning = Tuning()
+    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
+        layers.run()
+        tilings = {p: finalists[key_of(p)] for p in tuning.seen if key_of(p) in finalists}
+        tasks = []
+        for product, tried in tilings.items():
+            for tiles in tried:
+                tuning.chosen = {product: tiles}
+                tasks += collect(layers.run)
+        tuning.chosen = {}
+        compile_ahead(tasks, gpu_of(torch.device("cuda")))
+        for product in list(tilings) * TURNS:
+            today = tilings[product][0]
+            times = tuning.times(layers.microseconds, product, tilings[product], 1)
+            best = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
+            tilings[product] = [today, *best[:BEST]]
+            times = tuning.times(layers.microseconds, product, tilings[product], ROUNDS)
+            print(f"a layer, {product[0]} {product[1]} x {product[2]} quads:")
+            for tiles, us in times.items():
+                print(f"  {us:7.2f} us  {tiles}", flush=True)
+            best = min(times, key=times.__getitem__)
+            tuning.chosen.pop(product, None)
+            if times[best] < times[today] * (1 - MIN_GAIN):
+                tuning.chosen[product] = best
+        print(f"a layer: {layers.microseconds():.2f} us")
+    return {key_of(product): tiles for product, tiles in tuning.chosen.items()}
+
+
+def choose_finalists(times: list[tuple[float, Tiles]], today: Tiles) -> list[Tiles]:
+    """Return today's tiling, and those that are not much slower alone than the fastest."""
+    others = [t for us, t in times if t != today and us <= times[0][0] * MAX_SLOWER]
+    return [today, *others[:FINALISTS]]
+
+
+def key_of(product: LayerProduct) -> tuple[str, int, int, int]:
+    """Return the `Shape.key` of a product of layers."""
+    kind, out, quads, loads, _ = product
+    return kind, loads, out, quads
 
 
 def build_parser() -> Parser:
@@ -290,7 +380,6 @@ def build_parser() -> Parser:
     return parser
 
 
-@torch.no_grad()
 def write(gpu: Gpu, chosen: dict[tuple[str, int, int, int], Tiles]) -> None:
     """Write tiles by kind, loads, rows and quads into the table, where the default differs."""
     table = tilings.measured().setdefault(tilings.gpu_class(gpu), {})
@@ -335,9 +424,19 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     candidates = {p: candidates_of(p, options.tries) for p in map(Product, shapes)}
     compile_tilings(candidates)
-    best = {p.shape.key: tune(p, shapes[p.shape], tiles) for p, tiles in candidates.items()}
+    times, today = {}, {}
+    for product, tried in candidates.items():
+        key = product.shape.key
+        times[key], today[key] = tune(product, shapes[product.shape], tried), tried[0]
+    del candidates, product  # their weights
+    if options.ranks > 1:
+        best = {key: faster_alone(found, today[key]) for key, found in times.items()}
+    else:
+        finalists = {key: choose_finalists(found, today[key]) for key, found in times.items()}
+        model = load_layers(options.arch, options.mode, LAYERS, torch.device("cuda"))
+        best = tune_layers(Layers(model, FusedRunner(model), POSITION), finalists)
     faster = {key: tiles for key, tiles in best.items() if tiles}
-    print(f"{len(faster)} of {len(best)} products have a faster tiling")
+    print(f"{len(faster)} of {len(times)} products have a faster tiling")
     if options.write and faster:
         write(gpu_of(torch.device("cuda")), faster)
         print(f"written to {tilings.TABLE}")
