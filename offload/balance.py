@@ -26,7 +26,8 @@ log = logging.getLogger("moe_fast")
 LAYER_SECONDS = 25e-6  # kernels of a layer, beside their bytes; paging is included
 MEASURED_LAYERS = 16  # at most, in one graph
 MEASURED_SECONDS = 1.0  # of all numbers of misses and of copies together, about
-MEASURED_STEPS = 3, 20  # of each, at least and at most; the first one wakes threads
+MEASURED_STEPS = 2, 20  # least and most of a turn; the first step wakes threads
+MEASURED_TURNS = 2  # the faster one counts: other work may disturb one for some 10 ms
 # A share of the CPU must save more: a copied expert may be a hit later.
 LEAST_GAIN = 0.03
 
@@ -86,6 +87,15 @@ class Balance:
             f"{line}, CPU products at {nbytes / self.shared[n][0]:.3g} GB/s{with_threads}, "
             f"both at {nbytes / fastest:.3g} GB/s"
         )
+
+
+def without_disturbances(shared: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return `Balance.shared` with times that are at most those of a layer with one more miss."""
+    rows = [list(row) for row in shared]
+    for n in reversed(range(len(rows) - 1)):
+        more = rows[n + 1]
+        rows[n] = [min(time, more[c], more[c + 1]) for c, time in enumerate(rows[n])]
+    return rows
 
 
 def mean_cost(costs: Sequence[float], hit_ratio: float) -> float:
@@ -214,6 +224,10 @@ class Rounds:
             times.append(self.timed(step))
         return median(times[1:]) / len(self.layers)
 
+    def best(self, *how) -> float:
+        """Return the fastest of some turns of `seconds`."""
+        return min(self.seconds(*how) for _ in range(MEASURED_TURNS))
+
     def timed(self, step: Callable[[], None]) -> float:
         if self.device.type != "cuda":
             start = time.perf_counter()
@@ -241,14 +255,20 @@ def measure_balance(
     pairs = [(n, c) for n in counts for c in range(n + 1) if products]
     limit = MEASURED_SECONDS / (len(pairs) + len(counts))
     one = Rounds(layers[:1], like, most)
-    slowest = max(one.seconds(most, *how) for how in ((0, True), (most, False))[not products :])
-    fitting = int(limit / (MEASURED_STEPS[0] * slowest))
+    slowest = max(one.best(most, *how) for how in ((0, True), (most, False))[not products :])
+    fitting = int(limit / (MEASURED_STEPS[0] * MEASURED_TURNS * slowest))
     rounds = Rounds(layers[: max(1, min(fitting, MEASURED_LAYERS))], like, most)
     if products:
-        threads = choose_threads(products, lambda: rounds.seconds(most, 0, True, limit))
-    times = {(n, c): rounds.seconds(n, c, True, limit) for n, c in pairs}
-    shared = [[times[n, c] for c in range(n + 1)] for n in counts if products]
-    alone = [rounds.seconds(n, n, False, limit) for n in counts]
+        threads = choose_threads(products, lambda: rounds.best(most, 0, True, limit / 2))
+    every = [*((n, c, True) for n, c in pairs), *((n, n, False) for n in counts)]
+    turns = [
+        {how: rounds.seconds(*how, limit / MEASURED_TURNS) for how in every}
+        for _ in range(MEASURED_TURNS)
+    ]
+    times = {how: min(turn[how] for turn in turns) for how in every}
+    shared = [[times[n, c, True] for c in range(n + 1)] for n in counts if products]
+    shared = without_disturbances(shared)
+    alone = [times[n, n, False] for n in counts]
     log.debug(
         "measured paging of %d layers in %.2f s", len(rounds.layers), time.perf_counter() - begin
     )

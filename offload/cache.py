@@ -7,7 +7,7 @@ for studies and tests: after the same calls both hold the same experts.
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ops.step.expert_paging import Table
 
@@ -34,6 +34,14 @@ class ExpertCache:
         victim = next(other for other in self.slot if other not in keep)
         self.slot[expert] = slot = self.slot.pop(victim)
         return slot
+
+    def use_all(self, experts: Collection[int]) -> dict[int, int]:
+        """Use experts, at most R: hits first -> the slots of the others, which are cached now."""
+        missing, keep = [expert for expert in experts if expert not in self.slot], set(experts)
+        for expert in experts:
+            if expert in self.slot:
+                self.use(expert)
+        return {expert: self.replace(expert, keep) for expert in missing}
 
 
 class DeviceExpertCache(nn.Module):
@@ -62,8 +70,31 @@ class DeviceExpertCache(nn.Module):
         copies = self.copies if asks else self.all_copied
         return Table(self.slot, self.last_use, self.counters, copies)
 
+    def read(self, uses: Tensor) -> tuple[ExpertCache, list[int]]:
+        """Return the cache on the host, and `uses` int64 [E] as well: the host waits once."""
+        both = torch.stack((self.slot, self.last_use, uses)).tolist()
+        cache = ExpertCache(())
+        cache.slot = self.order(*both[:2])
+        return cache, both[2]
+
+    def write(self, cache: ExpertCache, used: int, missed: int) -> None:
+        """Go on as `cache`, after `used` experts of which `missed` were not cached."""
+        E, order = len(self.slot), list(cache.slot)
+        slot = [cache.slot.get(expert, self.slots) for expert in range(E)]
+        ranks = {expert: rank - self.slots for rank, expert in enumerate(order)}
+        last_use = [ranks.get(expert, -E) for expert in range(E)]
+        added = [used, used - missed, missed, 0]
+        new = torch.tensor([*slot, *last_use, *added]).to(self.slot.device)
+        self.slot.copy_(new[:E])
+        # All before the clock.
+        torch.add(new[E : 2 * E], self.counters[0], out=self.last_use)
+        self.counters.add_(new[2 * E :])
+
     def cached(self) -> dict[int, int]:
         """Return the slot of each cached expert, least recently used first."""
-        slot, last_use = torch.stack((self.slot, self.last_use)).tolist()
+        return self.order(*torch.stack((self.slot, self.last_use)).tolist())
+
+    def order(self, slot: list[int], last_use: list[int]) -> dict[int, int]:
+        """Return what `cached` does, of the buffers' numbers."""
         held = [expert for expert in range(len(slot)) if slot[expert] < self.slots]
         return {expert: slot[expert] for expert in sorted(held, key=last_use.__getitem__)}

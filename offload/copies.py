@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+
+W = TypeVar("W")
 
 
 @cache
@@ -14,24 +16,25 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def load_in_turn(
-    load: Callable[[Tensor], Tensor], waves: Sequence[Tensor], ahead: bool
-) -> Iterator[Tensor]:
-    """Yield load(wave) of each wave, before whose products it is complete.
+    load: Callable[[W], None], waves: Sequence[W], device: torch.device, ahead: bool
+) -> Iterator[W]:
+    """Yield each wave, before whose products load(wave) is complete.
 
     ahead: load a wave while the one before is multiplied, on a GPU. It must not take that wave's
     slots; it may take those of the wave before that, whose products have ended.
     """
-    if not ahead or waves[0].device.type != "cuda":
-        yield from map(load, waves)
+    if not ahead or device.type != "cuda":
+        for wave in waves:
+            load(wave)
+            yield wave
         return
-    stream, main = copy_stream(waves[0].device), torch.cuda.current_stream()
-    loaded: list[tuple[Tensor, torch.cuda.Event]] = []
-    for n in range(len(waves)):
+    stream, main = copy_stream(device), torch.cuda.current_stream()
+    loaded: list[torch.cuda.Event] = []
+    for n, next_one in enumerate(waves):
         for wave in waves[len(loaded) : n + 2]:
             stream.wait_stream(main)  # all products that have been launched
             with torch.cuda.stream(stream):
-                loaded.append((load(wave), stream.record_event()))
-        found, copied = loaded[n]
-        main.wait_event(copied)
-        found.record_stream(main)
-        yield found
+                load(wave)
+                loaded.append(stream.record_event())
+        main.wait_event(loaded[n])
+        yield next_one

@@ -171,7 +171,7 @@ def share_layers(
 
 def end_thread(thread: threading.Thread, flags: Tensor) -> None:
     """End a thread that serves, also before the process ends: else Python kills it in C++ code."""
-    flags[STOP] = 1
+    flags.numpy()[STOP] = 1  # an inference tensor itself takes no write here
     if thread is not threading.current_thread():
         thread.join()
 

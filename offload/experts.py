@@ -22,6 +22,7 @@ Memory:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +33,19 @@ from offload.copies import load_in_turn
 from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
 from ops.step.expert_paging import (
     MAX_PAIRS,
-    PROGRAMS,
     fetch,
+    fetch_plainly,
     fetches_by_kernel,
     page,
-    place,
 )
 
 ALIGN = 128  # bytes
 COUNTERS = "hits", "misses", "on_cpu", "bytes"
-WAVE_PAGE = 32  # experts that a wave places at a time
-# Programs that copy them: a few, so that another wave's products have the other multiprocessors.
+# Programs that copy a wave: a few, so that another wave's products have the other multiprocessors.
 WAVE_PROGRAMS = 64
+# The copy engine copies a wave's tensors of at least as many bytes. It reads the link faster than a
+# kernel, but each tensor of each expert is a copy of its own.
+ENGINE_BYTES = 1 << 21
 
 # (name, device, expert=None) -> a parameter, or that of one expert [1, ...]
 Reader = Callable[..., Tensor]
@@ -66,6 +68,11 @@ class BlobPart:
         """Return the part of all experts [E, ...], a view of uint8 [E, bytes]."""
         part = blobs[:, self.start : self.start + self.nbytes]
         return part.view(self.dtype).unflatten(1, self.shape or (1,)).view(-1, *self.shape)
+
+
+def layout_of(parts: Sequence[BlobPart]) -> list[int]:
+    """Return start and bytes of each part, as `fetch` takes them."""
+    return [n for part in parts for n in (part.start, part.nbytes)]
 
 
 def plan_blob(path: str, experts: Experts, read: Reader) -> tuple[list[BlobPart], int]:
@@ -103,6 +110,14 @@ class LayerStorage:
         return len(self.cached)
 
 
+class Wave(NamedTuple):
+    """Experts of a prompt that are multiplied at once."""
+
+    slots: list[int]  # [E + 1], by expert; R for experts of other waves
+    copied: dict[int, int]  # the slots of those that have to be copied
+    pairs: int  # how often tokens have chosen them
+
+
 class OffloadedExperts(nn.Module):
     """`Experts` (or a rank's `tp.ShardedExperts`) over R slots: same call, same result.
 
@@ -115,7 +130,12 @@ class OffloadedExperts(nn.Module):
         self.experts, self.storage = experts, storage
         self.n_local, self.first = experts.n_expert, getattr(experts, "first", 0)
         self.cache = DeviceExpertCache(self.n_local, storage.cached, storage.device)
-        self.layout = [n for part in storage.parts for n in (part.start, part.nbytes)]
+        self.layout = layout_of(storage.parts)
+        # Of tensors that a kernel copies for a wave, and of those that the copy engine copies
+        small, large = [], []
+        for part in storage.parts:
+            (small if part.nbytes < ENGINE_BYTES else large).append(part)
+        self.layouts = layout_of(small), layout_of(large)
         self.make_pool()
         self.fill_slots(torch.tensor(storage.cached), torch.arange(storage.slots))
         experts.choose_from = storage.total_experts * storage.slots / self.n_local
@@ -135,10 +155,10 @@ class OffloadedExperts(nn.Module):
         ]
         set_parts(self.experts, self.storage.parts, views)
 
-    def fill_slots(self, experts: Tensor, slots: Tensor, programs: int = PROGRAMS) -> None:
-        """Copy experts into slots, int64 [N] each. programs: as of `fetch`."""
+    def fill_slots(self, experts: Tensor, slots: Tensor) -> None:
+        """Copy experts into slots, int64 [N] each."""
         pair = (ids.to(self.pool.device) for ids in (experts, slots))
-        fetch(*pair, self.storage.blobs, self.pool, self.layout, programs)
+        fetch(*pair, self.storage.blobs, self.pool, self.layout)
 
     @property
     def is_capturable(self) -> bool:
@@ -198,48 +218,63 @@ class OffloadedExperts(nn.Module):
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor
     ) -> Tensor:
         """Run more experts than slots, wave by wave; then sum over A in one fixed order."""
+        (T, A), E = expert_indices.shape, self.n_local
         local = expert_indices - self.first
-        waves, y = self.plan_waves(local), None
-        rows = local.clamp(-1, self.n_local)
-        for slot_map in load_in_turn(self.load_wave, waves, ahead=self.storage.slots > 1):
-            slots = slot_map[rows]
-            if len(waves) == 1:
-                return self.multiply(x, slots, expert_weights)
-            outputs = self.experts.per_expert_grouped(x, slots)
-            if y is None:
-                y = outputs
-            else:
-                y = torch.where((slots < self.experts.n_expert).unsqueeze(-1), outputs, y)
-        mine = (local >= 0) & (local < self.n_local)
-        expert_weights = torch.where(mine, expert_weights, 0.0)
-        return self.experts.combine(y, expert_weights).to(x.dtype)
+        local = torch.where((local >= 0) & (local < E), local, E)
+        waves = self.plan_waves(local)
+        slots = torch.tensor([wave.slots for wave in waves]).to(local.device)
+        if len(waves) == 1:
+            self.load_wave(waves[0])
+            return self.multiply(x, slots[0, local], expert_weights)
+        experts, y = local.flatten(), None
+        # Pairs in the order of waves; those of other ranks' experts come last.
+        wave_of = (slots < self.storage.slots).to(torch.int8).argmax(0)
+        wave_of[E] = len(waves)
+        sizes = [wave.pairs for wave in waves]
+        pairs = wave_of[experts].argsort(stable=True)[: sum(sizes)].split(sizes)
+        loaded = load_in_turn(self.load_wave, waves, local.device, ahead=self.storage.slots > 1)
+        for n, _ in enumerate(loaded):
+            some = pairs[n]
+            of_pair = slots[n, experts[some]].unsqueeze(1)
+            outputs = self.experts.per_expert_grouped(x[some // A], of_pair).squeeze(1)
+            y = outputs.new_zeros(T * A, outputs.shape[1]) if y is None else y
+            y[some] = outputs
+        expert_weights = torch.where(local < E, expert_weights, 0.0)
+        return self.experts.combine(y.view(T, A, -1), expert_weights).to(x.dtype)
 
-    def plan_waves(self, local: Tensor) -> list[Tensor]:
-        """Return this rank's chosen experts in waves, int64 [up to R]: those in slots come first.
+    def plan_waves(self, local: Tensor) -> list[Wave]:
+        """Give this rank's chosen experts slots, wave by wave: those in slots come first.
 
-        Several waves take a half of the slots each, so that one is copied while another is
-        multiplied.
+        local: E for other ranks' experts. Several waves take a half of the slots each, so that one
+        is copied while another is multiplied.
         """
-        slots, E = self.storage.slots, self.n_local
-        used = torch.zeros(E + 1, dtype=torch.int64, device=local.device)
-        used[torch.where((local >= 0) & (local < E), local, E).flatten()] = 1
-        is_used, slot = torch.stack((used[:E], self.cache.slot)).tolist()  # the host waits
-        chosen = [expert for expert in range(E) if is_used[expert]]
-        chosen.sort(key=lambda expert: slot[expert] == slots)
-        size = slots if len(chosen) <= slots else max(1, slots // 2)
-        return list(torch.tensor(chosen, dtype=torch.int64, device=self.pool.device).split(size))
+        R, E = self.storage.slots, self.n_local
+        uses = torch.zeros(E + 1, dtype=torch.int64, device=local.device)
+        uses.index_add_(0, local.flatten(), torch.ones_like(local).flatten())
+        cache, counts = self.cache.read(uses[:E])
+        chosen = [expert for expert in range(E) if counts[expert]]
+        chosen.sort(key=lambda expert: expert not in cache.slot)
+        size = R if len(chosen) <= R else max(1, R // 2)
+        waves = []
+        for begin in range(0, max(1, len(chosen)), size):
+            experts = chosen[begin : begin + size]
+            copied = cache.use_all(experts)
+            slots = [R] * (E + 1)
+            for expert in experts:
+                slots[expert] = cache.slot[expert]
+            waves.append(Wave(slots, copied, sum(counts[n] for n in experts)))
+        self.cache.write(cache, len(chosen), sum(len(wave.copied) for wave in waves))
+        return waves
 
-    def load_wave(self, wave: Tensor) -> Tensor:
-        """Load a wave's experts -> slots of these alone, int64 [E + 2], by -1 .. E; else R.
-
-        Some are placed at a time. Those before are the most recently used ones, so that they stay.
-        """
-        for some in wave.split(min(WAVE_PAGE, self.storage.slots)):
-            placed = place(some, self.cache.table(asks=False), self.storage.slots)
-            self.fill_slots(*placed, programs=-(-WAVE_PROGRAMS // len(some)))
-        found = torch.full((self.n_local + 2,), self.storage.slots, device=wave.device)
-        found[wave] = self.cache.slot[wave]
-        return found
+    def load_wave(self, wave: Wave) -> None:
+        """Copy a wave's experts that were in no slot."""
+        if wave.copied:
+            pair = torch.tensor([*wave.copied.items()])
+            where, (small, large) = (self.storage.blobs, self.pool), self.layouts
+            programs = -(-WAVE_PROGRAMS // len(pair))
+            if small:
+                fetch(*pair.to(self.pool.device).unbind(1), *where, small, programs)
+            fetch_plainly(*pair.unbind(1), *where, large)
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""

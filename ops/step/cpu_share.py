@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.launch import can_launch, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, jit, launch, tl, triton
 
 MAX_TOKENS = 8  # limit of a request
 # Flags; one cache line for each writer. BUSY: microseconds of all compiled products; STOP: the
@@ -91,7 +91,8 @@ def post(flag, value):
 
 # Grid [1], one warp: each of its threads stores the flag, after all stores of the warp.
 @jit
-def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr):
+def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     P: tl.constexpr = s.tokens * s.active
     NUMBERS: tl.constexpr = s.tokens * s.dim
     p = tl.arange(0, s.pairs_tile)
@@ -170,9 +171,11 @@ class Answer:
 
 
 # Grid [blocks of T * D]. Each program polls the flag. Its loads are volatile, so that no cache
-# answers them. A thread loads y after the load that has ended its loop.
+# answers them. A thread loads y after the load that has ended its loop. With PDL, the next kernel
+# starts before that: it loads its weights while the CPU multiplies.
 @jit
-def _answer(y, box, residual, out, s: tl.constexpr):
+def _answer(y, box, residual, out, s: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     NUMBERS: tl.constexpr = s.numbers
     n = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     total = tl.load(y + n, mask=n < NUMBERS, other=0.0).to(tl.float32)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.launch import can_launch, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, jit, launch, tl, triton
 from ops.step.cpu_share import Mailbox, ask
 
 # Slots and eviction -------------------------------------------------------------------
@@ -87,7 +87,8 @@ def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Ten
 #
 # One kernel: each step reads registers that the step before has filled.
 @jit
-def _place(chosen, table, to_copy, targets, s: tl.constexpr):
+def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     SLOTS: tl.constexpr = s.slots
     E: tl.constexpr = s.E
     P: tl.constexpr = s.pairs
@@ -248,12 +249,13 @@ def fetch_by_kernel(
 def fetch_plainly(
     experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int]
 ) -> None:
-    """`fetch`, part by part; the host reads the experts and the slots."""
+    """`fetch`, part by part, by the copy engine; the host reads the experts and the slots."""
     R = pool.numel() // host.shape[1]
     for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
         for start, size in zip(layout[::2], layout[1::2], strict=True):
             if expert >= 0:
-                pool[R * start + slot * size :][:size] = host[expert, start : start + size]
+                part = host[expert, start : start + size]
+                pool[R * start + slot * size :][:size].copy_(part, non_blocking=True)
 
 
 def fetches_by_kernel(host: Tensor, pool: Tensor, layout: list[int]) -> bool:
