@@ -163,6 +163,9 @@ class NemotronH(MambaFamily):
     left_out = ("mtp.",)
 
     def arg_fields(self, c: HFConfig) -> dict:
+        for key in ("use_bias", "mamba_proj_bias"):
+            if c.is_null(key):
+                c.refuse(key, "only false is")
         kinds = layer_kinds(c)
         c["num_hidden_layers"] = len(kinds)
         c.setdefault("rope_theta", 1e4)  # there is no RoPE
