@@ -936,8 +936,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "gate_up" and "shared" are `_multiply_each`, "shared" that of a shared expert alone; "down" and
-    "dense" are `_multiply_sum` with experts and without.
+    "gate_up", "stacked" and "shared" are `_multiply_each`: without a shared expert, with one, and of
+    one alone; "down" and "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)
@@ -956,8 +956,13 @@ def counts(case: Case) -> dict[str, dict]:
         experts = dict(indices=layer.indices, routing=layer.routing)
         moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles)
 
+    def stacked() -> None:
+        chosen = Routing(case.A - 1, case.norm_topk, shared=1)
+        moe_decode.gate_up(x, layer.w13, scores[..., 1:], chosen, tiles=tiles)
+
     found = launched_code(gate_up)
     found["gate_up"] = found.pop("_multiply_each")
+    found["stacked"] = launched_code(stacked)["_multiply_each"]
     found |= launched_code(down)
     found["down"] = found.pop("_multiply_sum")
     gated = replace(routing, gated=True)
@@ -1008,6 +1013,7 @@ def code_counts(kernel, launch: Launch) -> dict[str, int]:
 def counts_of(code) -> dict[str, int]:
     sass = code.asm["sass"]
     before, _, after = sass.partition("ACQBULK")
+    between, *_ = after.rpartition("ACQBULK")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", sass)]
     return {
         "registers": max(registers) + 1,
@@ -1016,6 +1022,7 @@ def counts_of(code) -> dict[str, int]:
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
+        "between_waits": between.count("LDG.E.128"),
         "all_ahead": before.count("LDG.E"),
         "loads": after.count("LDG.E.128"),
         "barriers": sass.count("BAR.SYNC"),
