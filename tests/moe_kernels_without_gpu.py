@@ -206,6 +206,13 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         x, indices = layer.x, layer.indices
         h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
+        known = layer.indices.clone()
+        known[:, -1] = case.E - 1
+        one, same = (
+            moe_decode.down(given, layer.w2, known, layer.routing, **add, **options, shared=n)
+            for n in (0, 1)
+        )
+        assert torch.equal(one, same), relative(one, same)
         if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_tokens(given.flatten(1), layer.w2)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
@@ -936,8 +943,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "gate_up", "stacked" and "shared" are `_multiply_each`: without a shared expert, with one, and of
-    one alone; "down" and "dense" are `_multiply_sum` with experts and without.
+    "gate_up", "stacked" and "shared" are `_multiply_each`: without a shared expert, with one, and
+    of one alone; "down" and "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)

@@ -25,7 +25,7 @@ CASES = (
     {"format": "fp8", "I": 48, "tiles": {"rows": 2, "depth": 1}},
     {"format": "fp8b", "I": 96, "gated": True, "shared": 3},
     {"format": "fp8b", "D": 128, "I": 96, "group": 32, "tiles": {"lanes": 64, "warps": 2}},
-    {"format": "bf16"},
+    {"format": "bf16", "I": 256, "shared": 1},  # a chunk has a shared expert alone
     {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5, "tiles": STAYING},
 )
 FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call without real tokens

@@ -55,6 +55,15 @@ class SumSettings(Product):
     half: int = 0  # words between the halves of an inbox
     ranks: int = 0  # to which the result is sent
     begin: int = 0  # where the result begins in the message
+    shared: int = 0  # experts that follow the chosen ones, of the weight's last
+    total: int = 0  # experts of the weight
+
+    @property
+    def first_shared(self) -> int:
+        """The chunk in flight from which on all experts are shared, of one token. `depth`: none."""
+        if self.integers or self.blocks > 1 or not self.shared or self.depth < self.chunks:
+            return self.depth
+        return -(-(self.experts - self.shared) * self.each // self.lanes)
 
 
 @jit
@@ -137,6 +146,9 @@ def _multiply_sum(
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
                 return
+    ahead = ()
+    for d in tl.static_range(s.first_shared, s.depth):
+        ahead = ahead + (load_weights(weights, None, row, d, s),)
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
     if not s.gather:
@@ -144,8 +156,9 @@ def _multiply_sum(
     if POLLED:
         _await_choice(experts, s)
     tiles, xs, besides = (), (), ()
-    for d in tl.static_range(s.depth):
+    for d in tl.static_range(s.first_shared):
         tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
+    tiles = tiles + ahead
     if POLLED:
         tl.extra.cuda.gdc_wait()
     for d in tl.static_range(s.held):

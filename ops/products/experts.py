@@ -381,17 +381,20 @@ def down(
     tiles: Tiles | None = None,
     last: Tensor | None = None,
     out: Tensor | None = None,
+    shared: int = 0,
 ) -> Tensor | None:
     """Sum tokens' experts: x [T A, I], weight w2 [E, D, I], indices and routing [T, A] -> [T, D].
 
     The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D].
     Long x of weights in 4 bits is quantized here, by a kernel of its own. last: as of `gate_up`;
-    the result of padding is its residual. out [T, D]: where to store the result.
+    the result of padding is its residual. out [T, D]: where to store the result. shared: the last S
+    of each token's experts, which are the weight's last.
 
-    With PDL, the residual is loaded before the wait: the previous kernel must not write it. Codes
-    that are multiplied as integers are loaded before the wait, too. Their kernel polls the indices,
-    which are -1 until `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made
-    it, and must not write the indices, their weights, or the residual.
+    With PDL, the residual is loaded before the wait: the previous kernel must not write it. So are
+    one token's shared experts, if all of a row is in flight at once. Codes that are multiplied as
+    integers are loaded before the wait, too. Their kernel polls the indices, which are -1 until
+    `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made it, and must not
+    write the indices, their weights, or the residual.
     """
     T, experts = indices.shape
     if send is not None and T > 1:
@@ -404,7 +407,7 @@ def down(
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
     if out is None:
         out = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
-    fields: dict = {"scale": scale}
+    fields: dict = dict(scale=scale, shared=shared, total=len(weight.parts[0]))
     if T > 1:
         fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
     how = (tiles, fields)
