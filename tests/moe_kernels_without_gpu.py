@@ -943,8 +943,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "gate_up", "stacked" and "shared" are `_multiply_each`: without a shared expert, with one, and
-    of one alone; "down" and "dense" are `_multiply_sum` with experts and without.
+    "gate_up", "stacked" and "shared" are `_multiply_each` without a shared expert, with one, and of
+    one alone. "down" and "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)

@@ -95,11 +95,12 @@ def _load_biases(bias, experts, factors, rows, s):
 # The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
 #
 # A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
-# the choice, so that only the residual is loaded before the wait. There are two exceptions. A
-# `QuantizedX` comes from `_quantize_token`: `_multiply_each` has then ended, and the choice needs
-# no wait. With POLLED this kernel waits for the choice alone, which `_multiply_each` stores early:
-# the indices are -1 until then. So weights are in flight while `_multiply_each` multiplies. In
-# bf16 that is slower (docs/log/small_experts.md).
+# the choice, so that only the residual is loaded before the wait, and one token's shared experts if
+# all chunks of a row are in flight. There are two exceptions. A `QuantizedX` comes from
+# `_quantize_token`: `_multiply_each` has then ended, and the choice needs no wait. With POLLED this
+# kernel waits for the choice alone, which `_multiply_each` stores early: the indices are -1 until
+# then. So weights are in flight while `_multiply_each` multiplies. In bf16 that is slower
+# (docs/log/small_experts.md).
 #
 # With `early` x is the result of the kernel before the previous one: the product lets the next
 # kernel start at once, and waits at its end. So the next kernel may start before the previous one
