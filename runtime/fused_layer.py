@@ -295,7 +295,8 @@ class FusedExperts:
         h, indices, weights = moe_decode.gate_up(
             normed, self.w13, scores, self.routing, self.activation, **options
         )
-        y = moe_decode.down(h, self.w2, indices, weights, bias=self.bias2, last=last, **add)
+        options = dict(bias=self.bias2, last=last, shared=self.routing.shared)
+        y = moe_decode.down(h, self.w2, indices, weights, **options, **add)
         if branches is not None:
             y = branches
         active = self.routing.active

@@ -206,6 +206,13 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         x, indices = layer.x, layer.indices
         h = moe_decode.multiply_each(x, layer.w13, indices, activation, bias=bias13, **options)
         y = moe_decode.down(given, layer.w2, **experts, **add, **options)
+        known = layer.indices.clone()
+        known[:, -1] = case.E - 1
+        one, same = (
+            moe_decode.down(given, layer.w2, known, layer.routing, **add, **options, shared=n)
+            for n in (0, 1)
+        )
+        assert torch.equal(one, same), relative(one, same)
         if layer.w2.kind in INTEGERS:  # as integers of a kernel of its own: the same
             integers = quantized_x.quantize_tokens(given.flatten(1), layer.w2)
             same = moe_decode.down(integers, layer.w2, **experts, **add, **options)
@@ -936,8 +943,8 @@ def reduction_code() -> dict[str, dict[str, int]]:
 def counts(case: Case) -> dict[str, dict]:
     """Return registers, spills, waits, loads and barriers of each kernel's machine code.
 
-    "gate_up" and "shared" are `_multiply_each`, "shared" that of a shared expert alone; "down" and
-    "dense" are `_multiply_sum` with experts and without.
+    "gate_up", "stacked" and "shared" are `_multiply_each` without a shared expert, with one, and of
+    one alone. "down" and "dense" are `_multiply_sum` with experts and without.
     """
     if case.tokens > 1:
         return counts_of_several(case)
@@ -956,8 +963,13 @@ def counts(case: Case) -> dict[str, dict]:
         experts = dict(indices=layer.indices, routing=layer.routing)
         moe_decode.down(h, layer.w2, **experts, residual=x, tiles=tiles)
 
+    def stacked() -> None:
+        chosen = Routing(case.A - 1, case.norm_topk, shared=1)
+        moe_decode.gate_up(x, layer.w13, scores[..., 1:], chosen, tiles=tiles)
+
     found = launched_code(gate_up)
     found["gate_up"] = found.pop("_multiply_each")
+    found["stacked"] = launched_code(stacked)["_multiply_each"]
     found |= launched_code(down)
     found["down"] = found.pop("_multiply_sum")
     gated = replace(routing, gated=True)
@@ -1008,6 +1020,7 @@ def code_counts(kernel, launch: Launch) -> dict[str, int]:
 def counts_of(code) -> dict[str, int]:
     sass = code.asm["sass"]
     before, _, after = sass.partition("ACQBULK")
+    between, *_ = after.rpartition("ACQBULK")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", sass)]
     return {
         "registers": max(registers) + 1,
@@ -1016,6 +1029,7 @@ def counts_of(code) -> dict[str, int]:
         "waits": sass.count("ACQBULK"),
         "starts": sass.count("PREEXIT"),
         "ahead": before.count("LDG.E.128"),
+        "between_waits": between.count("LDG.E.128"),
         "all_ahead": before.count("LDG.E"),
         "loads": after.count("LDG.E.128"),
         "barriers": sass.count("BAR.SYNC"),

@@ -100,11 +100,12 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
     ).cpu()
 
 
-NEAR_TIES = (
-    "gpt_oss",
-    "phimoe",
-    "qwen3_5_moe",
-)  # families whose small model's router leaves most positions near one, in bf16
+# Families whose small model's router leaves most positions near a tie. In bf16 a flip early in the
+# text changes all tokens after it, in transformers, too: the median of its own differences from
+# fp32 is 0.04 to 0.09. So ours may be this many times as large. It is 1.0 times as large for
+# Nemotron-H, 0.9 for Qwen3.5, whose flips are transformers' own; 2.0 for gpt-oss and 1.6 for
+# PhiMoE, where ours are at other positions (all on a CPU).
+NEAR_TIES = {"gpt_oss": 3.0, "phimoe": 3.0, "qwen3_5_moe": 1.5, "nemotron_h": 1.5}
 
 
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
@@ -128,8 +129,8 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
         # after it see that: so it is a part of the positions that is looked at. Transformers is
         # as far from what fp32 says.
         assert ours.quantile(0.1).item() < 2 * peers.quantile(0.1).item() < 0.3, dtype
-        if name not in NEAR_TIES:
-            assert ours.median().item() < tolerance, dtype
+        most = max(tolerance, NEAR_TIES.get(name, 0.0) * peers.median().item())
+        assert ours.median().item() < most, dtype
 
 
 NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gemma4")
@@ -490,8 +491,8 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
         differences.append((found - want).norm(dim=-1) / want.norm(dim=-1))
     plain, ours = differences
     assert ours.quantile(0.1).item() < 2 * plain.quantile(0.1).item() < 0.3
-    if name not in NEAR_TIES:
-        assert ours.median().item() < 4e-2
+    most = max(4e-2, NEAR_TIES.get(name, 0.0) * plain.median().item())
+    assert ours.median().item() < most
 
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))

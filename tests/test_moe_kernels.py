@@ -25,7 +25,7 @@ CASES = (
     {"format": "fp8", "I": 48, "tiles": {"rows": 2, "depth": 1}},
     {"format": "fp8b", "I": 96, "gated": True, "shared": 3},
     {"format": "fp8b", "D": 128, "I": 96, "group": 32, "tiles": {"lanes": 64, "warps": 2}},
-    {"format": "bf16"},
+    {"format": "bf16", "I": 256, "shared": 1},  # a chunk has a shared expert alone
     {"format": "bf16", "fp32_norm": True, "biased": True, "scale": 0.5, "tiles": STAYING},
 )
 FEW_TOKENS = (  # rows of `last` and queries: sequences, drafts, padding, a call without real tokens
@@ -473,18 +473,20 @@ def test_any_shape_and_layer(cases):
 def test_the_machine_code_loads_ahead_and_spills_nothing():
     """On an H200: a dense weight is loaded before the wait for the kernel before.
 
-    So are w2 of integers, and w13 of a shared expert in its own format. In other formats "down"
-    loads the residual alone ahead.
+    So are w2 of integers, and w13 of a shared expert. In other formats "down" loads the residual
+    alone ahead.
     """
-    names = {"gate_up", "shared", "down", "join_tokens", "dense"}
+    names = {"gate_up", "stacked", "shared", "down", "join_tokens", "dense"}
     for format in (*ANY_FORMAT, "q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs"):
         (found,) = run({"cases": [H200 | {"format": format}]})
         assert set(found) == names | ({"_quantize_token"} if format == "hqq2" else set())
         for name, counts in found.items():
-            assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
+            assert counts["waits"] == 1 + (name == "stacked"), (format, name, counts)
+            assert counts["starts"] == 1, (format, name, counts)
             # Triton 3.9 keeps one register of "down" in memory, 3.6 none.
             assert counts["spills"] <= 1, (format, name, counts)
         assert found["dense"]["ahead"] >= 4 and found["shared"]["ahead"] >= 2, found
+        assert found["stacked"]["between_waits"] >= 2, found
         # Lanes share the sums of rows: a sum of 8 rows in each lane would take 40 exchanges.
         assert max(found[name]["exchanges"] for name in ("down", "dense")) < 30, found
         integers = format not in ("bf16", "fp8", "fp8b")

@@ -55,6 +55,15 @@ class SumSettings(Product):
     half: int = 0  # words between the halves of an inbox
     ranks: int = 0  # to which the result is sent
     begin: int = 0  # where the result begins in the message
+    shared: int = 0  # experts that follow the chosen ones, of the weight's last
+    total: int = 0  # experts of the weight
+
+    @property
+    def first_shared(self) -> int:
+        """The chunk in flight from which on all experts are shared, of one token. `depth`: none."""
+        if self.integers or self.blocks > 1 or not self.shared or self.depth < self.chunks:
+            return self.depth
+        return -(-(self.experts - self.shared) * self.each // self.lanes)
 
 
 @jit
@@ -86,11 +95,12 @@ def _load_biases(bias, experts, factors, rows, s):
 # The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
 #
 # A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
-# the choice, so that only the residual is loaded before the wait. There are two exceptions. A
-# `QuantizedX` comes from `_quantize_token`: `_multiply_each` has then ended, and the choice needs
-# no wait. With POLLED this kernel waits for the choice alone, which `_multiply_each` stores early:
-# the indices are -1 until then. So weights are in flight while `_multiply_each` multiplies. In
-# bf16 that is slower (docs/log/small_experts.md).
+# the choice, so that only the residual is loaded before the wait, and one token's shared experts if
+# all chunks of a row are in flight. There are two exceptions. A `QuantizedX` comes from
+# `_quantize_token`: `_multiply_each` has then ended, and the choice needs no wait. With POLLED this
+# kernel waits for the choice alone, which `_multiply_each` stores early: the indices are -1 until
+# then. So weights are in flight while `_multiply_each` multiplies. In bf16 that is slower
+# (docs/log/small_experts.md).
 #
 # With `early` x is the result of the kernel before the previous one: the product lets the next
 # kernel start at once, and waits at its end. So the next kernel may start before the previous one
@@ -137,6 +147,9 @@ def _multiply_sum(
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
                 return
+    ahead = ()
+    for d in tl.static_range(s.first_shared, s.depth):
+        ahead = ahead + (load_weights(weights, None, row, d, s),)
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
     if not s.gather:
@@ -144,8 +157,9 @@ def _multiply_sum(
     if POLLED:
         _await_choice(experts, s)
     tiles, xs, besides = (), (), ()
-    for d in tl.static_range(s.depth):
+    for d in tl.static_range(s.first_shared):
         tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
+    tiles = tiles + ahead
     if POLLED:
         tl.extra.cuda.gdc_wait()
     for d in tl.static_range(s.held):

@@ -97,6 +97,12 @@ class EachSettings(Product):
     activation: Activation | None = None  # of gate and up
     routing: ChoiceSettings | None = None
 
+    @property
+    def first(self) -> int:
+        """The pair whose programs start first: of one token a shared expert's, if it has some."""
+        is_one = self.routing is not None and not self.pairs_of_row
+        return self.routing.active if is_one and self.routing.shared else 0
+
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
 # result, with two loads gate and up. An activation without a gate has one load. If there are
@@ -105,6 +111,8 @@ class EachSettings(Product):
 #
 # Weights depend on an index or scores that the previous kernel wrote, so that only `last` is loaded
 # before the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
+# One token's shared experts depend on no score. Their programs start first, and load weights before
+# the wait, while the router's kernel leaves memory idle.
 #
 # With scores each program finds its expert in them, and the grid has one more row of programs,
 # R + 1. The first one stores the whole choice, for the next kernel and for programs of several
@@ -134,6 +142,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     BY_ROWS: tl.constexpr = 1 if (CHOOSE or SHARED) and PAIRS else 0  # the grid's axis of rows
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS) - CHOOSE
+    if s.first:
+        pair = (pair + s.first) % ROUTING.pairs
     # The last tiles begin early enough to be whole: some rows are computed twice.
     row = tl.minimum(program * ROWS, I - ROWS)
     is_real = True
@@ -141,8 +151,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         token = pair // PAIRS
         if choice.last is not None:
             is_real = token % s.queries <= tl.load(choice.last + token // s.queries)
-    if PDL and not SHARED:
-        tl.extra.cuda.gdc_wait()
+    if PDL and not SHARED:  # noqa: SIM102  (known at compile time)
+        if not s.first or (pair < ROUTING.active) | (program < 0):
+            tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
         if x.units is not None:
@@ -156,7 +167,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             scores += token * ROUTING.row
     if CHOOSE:  # noqa: SIM102  (known at compile time)
         if program < 0:
-            if of_token == 0:
+            if of_token == s.first:
                 choose(scores, None, indices, factors, ROUTING)
             return
     if choice.last is not None:  # noqa: SIM102
@@ -173,7 +184,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(s.depth):
         tiles = tiles + (load_weights(weights, expert, row, d, s),)
-    if PDL and SHARED:
+    if PDL and (SHARED or s.first):
         tl.extra.cuda.gdc_wait()
     for d in tl.static_range(s.held):
         xs = xs + (load_parts(x, d, s),)
@@ -370,17 +381,20 @@ def down(
     tiles: Tiles | None = None,
     last: Tensor | None = None,
     out: Tensor | None = None,
+    shared: int = 0,
 ) -> Tensor | None:
     """Sum tokens' experts: x [T A, I], weight w2 [E, D, I], indices and routing [T, A] -> [T, D].
 
     The reference is `weighted_sum(w2.gather(x, ...))`, then as in `dense_product`. bias [E, D].
     Long x of weights in 4 bits is quantized here, by a kernel of its own. last: as of `gate_up`;
-    the result of padding is its residual. out [T, D]: where to store the result.
+    the result of padding is its residual. out [T, D]: where to store the result. shared: the last S
+    of each token's experts, which are the weight's last.
 
-    With PDL, the residual is loaded before the wait: the previous kernel must not write it. Codes
-    that are multiplied as integers are loaded before the wait, too. Their kernel polls the indices,
-    which are -1 until `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made
-    it, and must not write the indices, their weights, or the residual.
+    With PDL, the residual is loaded before the wait: the previous kernel must not write it. So are
+    one token's shared experts, if all of a row is in flight at once. Codes that are multiplied as
+    integers are loaded before the wait, too. Their kernel polls the indices, which are -1 until
+    `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made it, and must not
+    write the indices, their weights, or the residual.
     """
     T, experts = indices.shape
     if send is not None and T > 1:
@@ -393,7 +407,7 @@ def down(
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
     if out is None:
         out = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=indices.device)
-    fields: dict = {"scale": scale}
+    fields: dict = dict(scale=scale, shared=shared, total=len(weight.parts[0]))
     if T > 1:
         fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
     how = (tiles, fields)

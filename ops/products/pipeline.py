@@ -207,13 +207,17 @@ def _load_chunk(weights, experts, row, chunk, s):
 def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
     """Load a chunk of a tile of `loads` weights.
 
-    experts: the one whose rows these are; with `gather` the indices of all. POLLED: indices are in
-    L2 (volatile), because the previous kernel may have just stored them.
+    experts: the one whose rows these are; with `gather` the indices of all, or None: the chunk has
+    only the weight's last experts. POLLED: indices are in L2 (volatile), because the previous
+    kernel may have just stored them.
     """
     chosen = experts
     if s.gather:
         quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
-        chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
+        if experts is None:
+            chosen = quad // s.each + (s.total - s.experts)
+        else:
+            chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
     found = (_load_chunk(weights, chosen, row, chunk, s),)
     if s.loads == 2:
         found = found + (_load_chunk(weights, chosen, row + s.out // 2, chunk, s),)
