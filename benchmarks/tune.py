@@ -51,11 +51,13 @@ MAX_ERROR = 8e-3  # relative; results are rounded to bf16
 MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
 MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
 MAX_HELD = 4  # chunks of x that staying programs have in registers
-MIN_GAIN = 0.003  # of a layer; of a product that is timed alone, ALONE_GAIN
-ALONE_GAIN = 0.01
-FINALISTS = 24  # tilings of a product that layers are timed with, and at most MAX_SLOWER alone
+MIN_GAIN = 0.003  # a layer's
+ALONE_GAIN = 0.01  # a product's, where products are timed alone only
+# Layers are timed with up to FINALISTS tilings of a product, which alone are at most MAX_SLOWER
+# times as slow as the fastest one; then with the BEST, ROUNDS times.
+FINALISTS = 24
 MAX_SLOWER = 1.5
-BEST = 5  # of these; they are timed again, in ROUNDS
+BEST = 5
 ROUNDS = 3
 TURNS = 2  # a product may want other tilings, once those after it have changed
 POSITION = 100

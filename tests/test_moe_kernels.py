@@ -416,6 +416,7 @@ def test_experts_of_several_tokens_in_every_format():
     """Of 3 experts that 5 tokens choose, all are chosen twice; and experts of several tiles."""
     cases = [
         {"format": format, "tokens": 5, "E": 3, "last": (4,), "few": {"depth": 1, "warps": 2}}
+        | ({"D": 192, "I": 128} if format in ("hqq2", "hqq3") else {})  # groups of 64
         for format in ANY_FORMAT
     ] + [
         {"format": "int4", "tokens": 32, "E": 2, "last": (28,)},  # tiles of 32 pairs
