@@ -339,8 +339,8 @@ def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tup
         for product in list(tilings) * TURNS:
             today = tilings[product][0]
             times = tuning.times(layers.microseconds, product, tilings[product], 1)
-            best = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
-            tilings[product] = [today, *best[:BEST]]
+            others = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
+            tilings[product] = [today, *others[:BEST]]
             times = tuning.times(layers.microseconds, product, tilings[product], ROUNDS)
             print(f"a layer, {product[0]} {product[1]} x {product[2]} quads:")
             for tiles, us in times.items():

@@ -163,7 +163,7 @@ class NemotronH(MambaFamily):
     left_out = ("mtp.",)
 
     def arg_fields(self, c: HFConfig) -> dict:
-        for key in ("use_bias", "mamba_proj_bias"):
+        for key in ("use_bias", "mamba_proj_bias"):  # transformers takes no null for these
             if c.is_null(key):
                 c.refuse(key, "only false is")
         kinds = layer_kinds(c)

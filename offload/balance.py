@@ -253,18 +253,15 @@ def measure_balance(
     begin, most = time.perf_counter(), min(most, layers[0].storage.slots)
     counts, threads = range(most + 1), 0
     pairs = [(n, c) for n in counts for c in range(n + 1) if products]
-    limit = MEASURED_SECONDS / (len(pairs) + len(counts))
+    limit = MEASURED_SECONDS / (len(pairs) + len(counts)) / MEASURED_TURNS
     one = Rounds(layers[:1], like, most)
     slowest = max(one.best(most, *how) for how in ((0, True), (most, False))[not products :])
-    fitting = int(limit / (MEASURED_STEPS[0] * MEASURED_TURNS * slowest))
+    fitting = int(limit / (MEASURED_STEPS[0] * slowest))
     rounds = Rounds(layers[: max(1, min(fitting, MEASURED_LAYERS))], like, most)
     if products:
-        threads = choose_threads(products, lambda: rounds.best(most, 0, True, limit / 2))
+        threads = choose_threads(products, lambda: rounds.best(most, 0, True, limit))
     every = [*((n, c, True) for n, c in pairs), *((n, n, False) for n in counts)]
-    turns = [
-        {how: rounds.seconds(*how, limit / MEASURED_TURNS) for how in every}
-        for _ in range(MEASURED_TURNS)
-    ]
+    turns = [{how: rounds.seconds(*how, limit) for how in every} for _ in range(MEASURED_TURNS)]
     times = {how: min(turn[how] for turn in turns) for how in every}
     shared = [[times[n, c, True] for c in range(n + 1)] for n in counts if products]
     shared = without_disturbances(shared)
