@@ -8,10 +8,13 @@ unpacked weights in fp64, and timed alone, over more copies of its weight than L
 product may want other tiles than among others, so the best of these are then timed with whole
 layers around them. --write puts those with which layers are faster than today by MIN_GAIN into
 ops/products/tilings.json, under this GPU's class. With --ranks products are timed alone only.
+After --seconds no further product is tried in layers; what was found is written.
 """
 
 import json
+import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -319,11 +322,13 @@ class Tuning:
         return {tiles: median(found[n :: len(tilings)]) for n, tiles in enumerate(tilings)}
 
 
-def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tuple, Tiles]:
+def tune_layers(
+    layers: Layers, finalists: dict[tuple, list[Tiles]], until: float
+) -> dict[tuple, Tiles]:
     """Time layers with tilings of one product after the other -> those that make them faster.
 
     finalists: tilings by `Shape.key`, today's first. A product that is faster keeps its tiling
-    while the others are tried.
+    while the others are tried. until: no product is begun after this time (time.monotonic).
     """
     tuning = Tuning()
     with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
@@ -337,6 +342,9 @@ def tune_layers(layers: Layers, finalists: dict[tuple, list[Tiles]]) -> dict[tup
         tuning.chosen = {}
         compile_ahead(tasks, gpu_of(torch.device("cuda")))
         for product in list(tilings) * TURNS:
+            if time.monotonic() > until:
+                print("no time for further products")
+                break
             today = tilings[product][0]
             times = tuning.times(layers.microseconds, product, tilings[product], 1)
             others = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
@@ -378,6 +386,7 @@ def build_parser() -> Parser:
     add("--mode", default=PLAIN, help="number format, as of benchmark.py")
     add("--ranks", type=int, default=1, help="tune the products of one of this many GPUs")
     add("--tries", type=int, default=40, help="other tilings of a product (40)")
+    add("--seconds", type=float, default=math.inf, metavar="S", help="try no further product then")
     add("--write", action="store_true", help="write faster tilings into the table")
     return parser
 
@@ -415,6 +424,7 @@ def numbers(shape: str) -> list[int]:
 def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
+    until = time.monotonic() + options.seconds
     torch.manual_seed(0)
     try:
         args = first_layers(architecture(options.arch), LAYERS)
@@ -436,7 +446,7 @@ def main() -> None:
     else:
         finalists = {key: choose_finalists(found, today[key]) for key, found in times.items()}
         model = load_layers(options.arch, options.mode, LAYERS, torch.device("cuda"))
-        best = tune_layers(Layers(model, FusedRunner(model), POSITION), finalists)
+        best = tune_layers(Layers(model, FusedRunner(model), POSITION), finalists, until)
     faster = {key: tiles for key, tiles in best.items() if tiles}
     print(f"{len(faster)} of {len(times)} products have a faster tiling")
     if options.write and faster:
