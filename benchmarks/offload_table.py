@@ -199,6 +199,17 @@ def speed(model: Transformer, routing: ReplayedRouting, together: int = 1) -> tu
     return decode_speed(model, TOKENS, "auto", routing, together)[:2]
 
 
+@contextmanager
+def half_of_layers(model: Transformer) -> Iterator[None]:
+    """Within, the model has the first half of its layers."""
+    every = model.layers
+    model.layers = every[: len(every) // 2]
+    try:
+        yield
+    finally:
+        model.layers = every
+
+
 def set_boxes(layers: list[OffloadedExperts], boxes: list) -> None:
     """Let the layers ask the CPU for its share, or with None not."""
     for layer, box in zip(layers, boxes, strict=True):
@@ -287,14 +298,10 @@ class Rows:
 
     def without_misses(self, model: Transformer, routing: ReplayedRouting) -> tuple[float, float]:
         """Return the seconds of a step without misses, and those of it outside layers."""
-        count, every = len(routing.now[0]), model.layers
+        count = len(routing.now[0])
         full = 1 / speed(model, routing)[0]
-        model.layers = every[: count // 2]
-        try:
-            fewer = routing.of_layers(count // 2)
-            half = 1 / speed(model, fewer)[0]
-        finally:
-            model.layers = every
+        with half_of_layers(model):
+            half = 1 / speed(model, routing.of_layers(count // 2))[0]
         rest = max(2 * half - full, 0.0)
         self.print(
             f"  without misses {1e6 * full:.0f} us a step, {1e6 * (full - rest) / count:.1f} us a "
@@ -349,11 +356,26 @@ class Rows:
                 f"{alone / passes:.2f} times a step of one ({1e6 / alone:.0f} us)"
             )
         if case.prompt:
-            seconds, copied = prompt_speed(model, case.prompt)
-            self.print(
-                f"  a prompt of {case.prompt} tokens: {seconds:.3f} s, {copied / 1e9:.2f} GB "
-                f"copied: {copied / self.link / seconds:.2f} of the link's bound"
-            )
+            self.prompt(model, case.prompt)
+
+    def prompt(self, model: Transformer, tokens: int) -> None:
+        """Print a prompt's time, and that of all layers: what half of the layers take, and more."""
+        seconds, copied = prompt_speed(model, tokens)
+        with half_of_layers(model):
+            half, half_copied = prompt_speed(model, tokens)
+        self.print(
+            f"  a prompt of {tokens} tokens: {seconds:.4f} s, {copied / 1e9:.2f} GB copied, "
+            f"{copied / self.link / seconds:.2f} of the link's bound; half of the layers "
+            f"{half:.4f} s, {half_copied / 1e9:.2f} GB"
+        )
+        layers = len(offloaded_layers(model))
+        each, more = copied / layers, (seconds - half) / (copied - half_copied)
+        every = each * self.all_layers
+        total = seconds + more * (every - copied)
+        self.print(
+            f"    all {self.all_layers} layers, computed from both: {total:.3f} s, "
+            f"{every / self.link / total:.2f} of the link's bound"
+        )
 
 
 def build_parser() -> Parser:
