@@ -236,9 +236,12 @@ class Experts(nn.Module):
         """The same by `grouped`, for many tokens. Undefined where the index is n_expert."""
         tokens, active = expert_indices.shape
         order, inverse, group_ends = group_by_expert(expert_indices, self.n_expert)
-        gate, up = self.w13.grouped(x[order // active], group_ends).chunk(2, dim=-1)
-        y = self.w2.grouped(self.activation(gate, up), group_ends)
-        return y[inverse].view(tokens, active, -1)
+        return self.grouped(x[order // active], group_ends)[inverse].view(tokens, active, -1)
+
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """x [N, D] sorted by expert, as of `ExpertLinear.grouped` -> [N, D]."""
+        gate, up = self.w13.grouped(x, group_ends).chunk(2, dim=-1)
+        return self.w2.grouped(self.activation(gate, up), group_ends)
 
     def combine(self, outputs: Tensor, expert_weights: Tensor) -> Tensor:
         """outputs [T, A, D], expert_weights [T, A] -> fp32 [T, D]."""

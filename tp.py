@@ -202,8 +202,8 @@ class ShardedExperts(Experts):
     def per_expert(self, x: Tensor, expert_indices: Tensor) -> Tensor:
         return self.kind.per_expert(self, x, expert_indices)
 
-    def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        return self.kind.per_expert_grouped(self, x, expert_indices)
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        return self.kind.grouped(self, x, group_ends)
 
     def fused_decode_settings(self) -> NoAdditions | None:
         """Return None for some whole experts, which no kernel computes."""

@@ -21,13 +21,14 @@ Memory:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model import Experts, Transformer, weighted_sum
+from model import Experts, Transformer, group_by_expert, weighted_sum
 from offload.cache import DeviceExpertCache
 from offload.copies import load_in_turn
 from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
@@ -113,8 +114,8 @@ class LayerStorage:
 class Wave(NamedTuple):
     """Experts of a prompt that are multiplied at once."""
 
-    slots: list[int]  # [E + 1], by expert; R for experts of other waves
-    copied: dict[int, int]  # the slots of those that have to be copied
+    slots: dict[int, int]  # of its experts
+    copied: dict[int, int]  # of those that have to be copied
     pairs: int  # how often tokens have chosen them
 
 
@@ -218,27 +219,22 @@ class OffloadedExperts(nn.Module):
         self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor
     ) -> Tensor:
         """Run more experts than slots, wave by wave; then sum over A in one fixed order."""
-        (T, A), E = expert_indices.shape, self.n_local
+        (T, A), E, R = expert_indices.shape, self.n_local, self.storage.slots
         local = expert_indices - self.first
         local = torch.where((local >= 0) & (local < E), local, E)
         waves = self.plan_waves(local)
-        slots = torch.tensor([wave.slots for wave in waves]).to(local.device)
+        groups, copies = self.send(waves, local.device)
         if len(waves) == 1:
-            self.load_wave(waves[0])
-            return self.multiply(x, slots[0, local], expert_weights)
-        experts, y = local.flatten(), None
-        # Pairs in the order of waves; those of other ranks' experts come last.
-        wave_of = (slots < self.storage.slots).to(torch.int8).argmax(0)
-        wave_of[E] = len(waves)
-        sizes = [wave.pairs for wave in waves]
-        pairs = wave_of[experts].argsort(stable=True)[: sum(sizes)].split(sizes)
-        loaded = load_in_turn(self.load_wave, waves, local.device, ahead=self.storage.slots > 1)
-        for n, _ in enumerate(loaded):
-            some = pairs[n]
-            of_pair = slots[n, experts[some]].unsqueeze(1)
-            outputs = self.experts.per_expert_grouped(x[some // A], of_pair).squeeze(1)
+            self.load_wave(waves[0], copies[0])
+            return self.multiply(x, groups[local], expert_weights)
+        # Pairs by wave, and by slot in each. Those of other ranks' experts come last.
+        order, _, ends = group_by_expert(groups[local], len(waves) * R)
+        load, begin, y = lambda n: self.load_wave(waves[n], copies[n]), 0, None
+        for n in load_in_turn(load, range(len(waves)), local.device, ahead=R > 1):
+            pairs = order[begin : begin + waves[n].pairs]
+            outputs = self.experts.grouped(x[pairs // A], ends[n * R : (n + 1) * R] - begin)
             y = outputs.new_zeros(T * A, outputs.shape[1]) if y is None else y
-            y[some] = outputs
+            y[pairs], begin = outputs, begin + len(pairs)
         expert_weights = torch.where(local < E, expert_weights, 0.0)
         return self.experts.combine(y.view(T, A, -1), expert_weights).to(x.dtype)
 
@@ -259,22 +255,34 @@ class OffloadedExperts(nn.Module):
         for begin in range(0, max(1, len(chosen)), size):
             experts = chosen[begin : begin + size]
             copied = cache.use_all(experts)
-            slots = [R] * (E + 1)
-            for expert in experts:
-                slots[expert] = cache.slot[expert]
+            slots = {expert: cache.slot[expert] for expert in experts}
             waves.append(Wave(slots, copied, sum(counts[n] for n in experts)))
         self.cache.write(cache, len(chosen), sum(len(wave.copied) for wave in waves))
         return waves
 
-    def load_wave(self, wave: Wave) -> None:
-        """Copy a wave's experts that were in no slot."""
+    def send(self, waves: list[Wave], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return what a device has to know of waves, int64.
+
+        The group of each expert [E + 1], which is n R + slot in wave n; and of each wave the copied
+        experts and their slots [2, copies]. All are sent at once, before the first copy: the host
+        waits for what it sends, and so would wait for copies.
+        """
+        groups = [len(waves) * self.storage.slots] * (self.n_local + 1)
+        for n, wave in enumerate(waves):
+            for expert, slot in wave.slots.items():
+                groups[expert] = n * self.storage.slots + slot
+        copied = [pair for wave in waves for pair in wave.copied.items()]
+        sent = torch.tensor([*groups, *chain(*copied)]).to(device)
+        copies = sent[len(groups) :].view(-1, 2).T.contiguous()
+        return sent[: len(groups)], copies.split([len(wave.copied) for wave in waves], dim=1)
+
+    def load_wave(self, wave: Wave, copies: Tensor) -> None:
+        """Copy a wave's experts that were in no slot; copies: as of `send`."""
         if wave.copied:
-            pair = torch.tensor([*wave.copied.items()])
             where, (small, large) = (self.storage.blobs, self.pool), self.layouts
-            programs = -(-WAVE_PROGRAMS // len(pair))
             if small:
-                fetch(*pair.to(self.pool.device).unbind(1), *where, small, programs)
-            fetch_plainly(*pair.unbind(1), *where, large)
+                fetch(*copies, *where, small, programs=-(-WAVE_PROGRAMS // len(wave.copied)))
+            fetch_plainly(*torch.tensor([*wave.copied.items()]).unbind(1), *where, large)
 
     def counters(self) -> dict[str, int]:
         """Return the layer's COUNTERS. "bytes" are those copied to the device."""

@@ -178,10 +178,11 @@ class PromptLayer:
         if self.is_dense:
             hidden = activate_rows(project(ffn.w13, x), self.activation)
             return project(ffn.w2, hidden), None, None
-        if not self.resident:
-            return ffn(x)
         indices, weights = route(project(ffn.router, x), self.routing)
-        given, (w13, w2) = ffn.expert_input(x), (self.w13, self.w2)
+        given = ffn.expert_input(x)
+        if not self.resident:
+            return ffn.merge(x, ffn.experts(given, indices, weights)), indices, weights
+        w13, w2 = self.w13, self.w2
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         results = dict(activation=self.activation, columns=w2.columns(given))
         columns = w13.columns(given)

@@ -9,6 +9,7 @@ from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
 from model import Chunk, group_by_expert, rope_frequencies, rope_table
+from offload.runner import FusedOffloadRunner
 from ops.attention.gqa_settings import AttentionSettings
 from ops.attention.prompt_attention import attend_prompt
 from ops.attention.prompt_heads import Places, prompt_heads
@@ -19,29 +20,37 @@ from ops.products.prompt import grouped_gemm
 from ops.products.prompt_dense import multiply_unpacked
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
-from runtime.fused_layer import fused_layers
+from runtime.fused_layer import FusedLayer, fused_layers
 from runtime.fused_prompt import PromptRunner
 from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, small_model
+from tests.offload_without_gpu import offload_model
 
 
 def prompt_errors(
-    family: str, format: str, layers: int, device: str = "cpu", **changes
+    family: str, format: str, layers: int, device: str = "cpu", slots: int = 0, **changes
 ) -> dict[str, float]:
     """Compare two chunks of a prompt by `PromptRunner` with plain ones: logits, and caches.
 
     layers: how many of the model have kernels. device: on a CPU Triton's interpreter runs them.
+    slots: of offloaded experts, with `PromptRunner`; 0: they are resident.
     """
     model, found = small_model(family, format, **changes).to(device), []
-    fused = {id(block): layer for block, layer in fused_layers(model).items()}
     with ExitStack() as stack:
         if device == "cpu":
             takes = lambda self, x, context: context.chunk is not None  # noqa: E731
             stack.enter_context(mock.patch.object(PromptRunner, "takes", takes))
             stack.enter_context(as_on_a_gpu())
-        for runner in (None, PromptRunner(model, fused, None)):
+        for by_kernels in (False, True):
             for state in model.states:
                 state.reset()
-            assert runner is None or len(runner.layers) == layers
+            runner = None
+            if by_kernels:
+                if slots:
+                    offload_model(model, slots)
+                make = FusedOffloadRunner.make_layer if slots else FusedLayer
+                fused = {id(block): layer for block, layer in fused_layers(model, make).items()}
+                runner = PromptRunner(model, fused, None)
+                assert len(runner.layers) == layers
             logits, row = [], torch.tensor([0], device=device)
             # On a GPU dense packed weights of the second chunk are unpacked (MANY_ROWS).
             for begin, end in ((0, 40), (40, 73 if device == "cpu" else 121)):

@@ -131,6 +131,20 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
     assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
+@pytest.mark.parametrize(
+    ("family", "format", "slots"),
+    (
+        ("gpt_oss", "mxfp4", 3),
+        ("gpt_oss", "mxfp4", 7),
+        pytest.param("qwen2_moe", FORMAT, 3, marks=pytest.mark.slow),
+    ),
+)
+def test_two_chunks_of_a_long_prompt_over_slots(family, format, slots):
+    """Experts come in waves; the router's choice is a kernel's."""
+    found = prompt_errors(family, format, 1, slots=slots)
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
 @pytest.mark.parametrize(("T", "begin", "last"), ((5, 0, 3), (5, 77, None), (95, 7, 92)))
 def test_a_chunk_is_stored_in_a_ring(T, begin, last):
     """The newest positions that are real, each in its slot of one row."""

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import ExpertLinear, Experts, Linear, group_by_expert
+from model import ExpertLinear, Experts, Linear
 from ops.declared import RELU_SQUARED, FeedForwardAdditions, NoAdditions
 
 
@@ -32,11 +32,8 @@ class UngatedExperts(Experts):
         h = relu_squared(self.w13.gather(rows, expert_indices))
         return self.w2.gather(h, expert_indices)
 
-    def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        tokens, active = expert_indices.shape
-        order, inverse, group_ends = group_by_expert(expert_indices, self.n_expert)
-        h = relu_squared(self.w13.grouped(x[order // active], group_ends))
-        return self.w2.grouped(h, group_ends)[inverse].view(tokens, active, -1)
+    def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        return self.w2.grouped(relu_squared(self.w13.grouped(x, group_ends)), group_ends)
 
     def fused_decode_settings(self) -> NoAdditions:
         return NoAdditions()

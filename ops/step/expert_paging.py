@@ -186,7 +186,7 @@ class Fetch:
 #
 # host has the blobs' address. As an argument it would be another launch to
 # ops/compile_ahead.py for each layer and run.
-@jit
+@jit(do_not_specialize_on_alignment=("experts", "slots"))  # a wave's begin anywhere
 def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
     CHUNK: tl.constexpr = s.chunk
     pair = tl.program_id(1)
