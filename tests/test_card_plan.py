@@ -358,9 +358,8 @@ def measured() -> list[tuple[str, str, float]]:
     table = (DOCS / "benchmarks.md").read_text().partition("## Decode speed")[2]
     names = {name.replace("-8x", " 8x"): name for name in ARCHITECTURES}
     rows = []
-    pattern = (
-        r"\| (.+?)(?: as published)? \(?(\w+)\)? \| ([\d.]+) \|.* (?:1afcd03|b5d3cc8|ff5cb26) \|"
-    )
+    commits = "1afcd03|b5d3cc8|8f04c78|fdbca2e"
+    pattern = rf"\| (.+?)(?: as published)? \(?(\w+)\)? \| ([\d.]+) \|.* (?:{commits}) \|"
     for line in table.partition("## ")[0].splitlines():
         found = re.match(pattern, line)
         if found and found[1] in names and found[2] != "fp8":
