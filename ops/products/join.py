@@ -195,7 +195,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
-    SCORES: tl.constexpr = (1 + (router.score_bias is not None)) * s.N  # of a token
+    SCORES: tl.constexpr = (1 + (router.score_bias is not None)) * s.N  # a token has these
     at, token = 0, tl.program_id(1) * s.each
     if s.many:
         at = token * D
