@@ -26,7 +26,6 @@ import argparse
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -110,10 +109,6 @@ def always_quantizes(weight: Weight, *_) -> bool:
     return BITS[weight.kind] == 4
 
 
-def rows_first(*args) -> FewTiles:
-    return replace(choose_few(*args), experts_first=False)
-
-
 # What replaces attributes of modules.
 FORMS: dict[str, tuple[tuple, ...]] = {
     "chosen": (),
@@ -124,8 +119,6 @@ FORMS: dict[str, tuple[tuple, ...]] = {
     "tensor cores": (in_registers(0),),
     "all programs search": ((experts, "RESIDENT", 1 << 30),),
     "norm waits": ((join, "Join", lambda *args, early=False, **rest: Join(*args, **rest)),),
-    "a token a program": ((join, "tokens_of", lambda *_: 1),),
-    "rows first": ((expert_tiles, "choose_few", rows_first),),
     "x quantized": ((experts, "quantizes_first", always_quantizes),),
     "x not quantized": ((experts, "quantizes_first", lambda *_: False),),
 }

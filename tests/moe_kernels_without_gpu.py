@@ -11,7 +11,6 @@ prints a list: counts of each case's machine code.
 
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -64,7 +63,7 @@ from models.qwen2_moe import Qwen2MoeArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
 from ops.plain.mamba2 import group_norm
-from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, join, quantized_x
+from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
@@ -349,7 +348,7 @@ def router_errors(layer: Layer) -> dict[str, float]:
 def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict) -> float:
     """Return the error of `gate_up` with the norm as `norm_router` quantizes it: 0, if right.
 
-    before, settings: of `norm_router`, whose programs then take several tokens: the same numbers.
+    before, settings: of `norm_router`.
     """
     case = layer.case
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
@@ -357,10 +356,7 @@ def quantized_error(layer: Layer, x: Tensor, before: NormRouter, settings: dict)
         return 0.0
     options = dict(tiles=layer.tiles, dtype=torch.float32)
     plain, scores = norm_router(x, before, **settings)
-    indices = torch.zeros(case.tokens, before.routing.pairs, dtype=torch.int64)
-    with mock.patch.object(join, "tokens_of", lambda _, T, *__: math.gcd(T, 4)):
-        quantized, same_scores = norm_router(x, before, w13, indices, **settings)
-    assert (indices == -1).all()
+    quantized, same_scores = norm_router(x, before, w13, **settings)
     assert isinstance(quantized, quantized_x.QuantizedX)
     expected, *_ = moe_decode.gate_up(plain, w13, scores, before.routing, **options)
     found, *_ = moe_decode.gate_up(quantized, w13, same_scores, before.routing, **options)

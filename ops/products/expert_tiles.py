@@ -90,7 +90,6 @@ class ExpertSettings(FewSettings):
     active: int  # A
     begin: int = 0  # the first expert of the weight, if it has not all
     end: int = 0  # one past the last; 0: it has all
-    experts_first: bool = False  # as of `FewTiles`
 
     @property
     def down(self) -> bool:
@@ -171,8 +170,7 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
     return result
 
 
-# Grid [R, tiles], with `experts_first` [tiles, R]: a program computes `rows` rows of the result of
-# a tile's pairs.
+# Grid [R, tiles]: a program computes `rows` rows of the result of a tile's pairs.
 #
 # Gate and up, or up alone, have an activation: the result is h [P, I], and the x of a pair is that
 # of its token.
@@ -185,8 +183,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     TILE: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
     N: tl.constexpr = OUT // 2 if s.gated else OUT  # numbers of a result
-    AXIS: tl.constexpr = 1 if s.experts_first else 0  # of rows
-    row, tile = tl.program_id(AXIS) * s.rows, tl.program_id(1 - AXIS)
+    row, tile = tl.program_id(0) * s.rows, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     count, expert = tl.load(order.counts + tile), tl.load(order.experts + tile)
@@ -282,17 +279,15 @@ def choose_few(weight: Weight, gated: bool, tile: int) -> FewTiles:
     """Return how the product of a tile divides its work, as measured on an H200.
 
     One step in flight leaves registers for more programs, which do more than deeper pipelines
-    (docs/log/prompts.md). Down products, which are not gated, have short rows. Neighboring programs
-    of mxfp4 read different experts (docs/log/speculation.md).
+    (docs/log/prompts.md). Down products, which are not gated, have short rows.
     """
-    first = weight.kind == "mxfp4"
     if tile > TILE:
         return FewTiles(32, 2, 1)
     if gated:
-        return FewTiles(16, 2 if weight.kind == "int4" else 4, 1, experts_first=first)
+        return FewTiles(16, 2 if weight.kind == "int4" else 4, 1)
     if weight.kind == "bf16":
         return FewTiles(16, 2, 1)
-    return FewTiles(32, 4 if weight.quads >= 64 else 2, 1, experts_first=first)
+    return FewTiles(32, 4 if weight.quads >= 64 else 2, 1)
 
 
 def sort_pairs(indices: Tensor, E: int, last: Tensor | None = None) -> PairTiles:
@@ -340,16 +335,13 @@ def multiply_tiles(
     fixed = settings_of(weight, tiles, tile)
     begin, end = (own.start, own.stop) if own else (0, 0)
     active = len(y) // len(x)
-    first = tiles.experts_first
-    own_settings = dict(activation=activation, active=active, begin=begin, end=end)
-    s = ExpertSettings(**fixed, **own_settings, experts_first=first)
+    s = ExpertSettings(**fixed, activation=activation, active=active, begin=begin, end=end)
     N = s.out // 2 if gated else s.out
     if x.shape[1] != s.width or y.shape[1] != N:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.rows), count
-    grid = grid[::-1] if first else grid
     launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
     return y
 

@@ -87,13 +87,11 @@ class FewTiles:
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
-    experts_first: bool = False  # neighboring programs of experts' tiles have different experts
 
     def __str__(self) -> str:
         tokens = "" if self.tokens == BLOCK else f" tokens {self.tokens}"
         x = f", {self.x_depth} of x" if self.x_depth else ""
-        first = ", experts first" if self.experts_first else ""
-        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{x}{tokens}{first}"
+        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{x}{tokens}"
 
 
 def words_of_lane(weight: Weight) -> int:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ops.declared import Routing
-from ops.gpu import gpu_of
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.branches import (
     load_branch_again,
@@ -46,9 +45,6 @@ from ops.ranks.mailbox import (
     words_of,
 )
 
-RESIDENT = 4  # programs of `norm_router` of several SHORT tokens that a multiprocessor runs at once
-MOST_REGISTERS = 128  # of their lanes
-SHORT = 2048  # numbers of a token
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them
 PART = 128  # numbers that a program (one warp) adds, if nothing is normed
@@ -107,7 +103,6 @@ class Join:
     part: int = 0  # numbers of the token that a program has, if nothing is normed; 0: all
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     pairs: int = 0  # of `Results.indices`
-    each: int = 1  # tokens of a program with scores
     scale: float = 1.0  # factor of what is added
     branches: int = 1
     messages: Messages | None = None
@@ -179,8 +174,8 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 
 
 # Grid without scores [T]: a program has a token; or [D / part]: a part of one. With scores [N /
-# rows], of several tokens [N / rows, T / each]: a program norms `each` tokens, and computes `rows`
-# scores of each. So it needs no other program's results, and loads the router's rows once.
+# rows], of several tokens [N / rows, T]: each program norms a whole token, and computes `rows` of
+# its scores. So it needs no other program's results.
 # All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
@@ -195,11 +190,10 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
-    SCORES: tl.constexpr = (1 + (router.score_bias is not None)) * s.N  # a token has these
-    at, token = 0, tl.program_id(1) * s.each
+    at, token = 0, tl.program_id(1)
     if s.many:
         at = token * D
-        scores += token * SCORES
+        scores += token * ((1 + (router.score_bias is not None)) * s.N)
         if indices is not None:
             indices += token * s.pairs
         if l is not None:
@@ -240,75 +234,65 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if added.memory is not None:
         call = load_call(added.calls)
     await_previous(PDL, s.early)
-    for n in tl.static_range(s.each):
-        if added.memory is not None:
-            if indices is not None:
-                _clear_choice(indices, s)
-            memory, inverse = added.memory + (call & 1) * m.half, 1.0
-            if added.norm is None:
-                value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
-            else:
-                value, inverse = load_branches(memory, call, added, branch_scale, d, D, dtype, s)
-                value = (add.to(tl.float32) + value) * factor
-        elif added.norm is not None:
-            stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
-            branch = added.y + at
-            value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
-            value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
-            if indices is not None:
-                _clear_choice(indices, s)
-            if l is not None:
-                raw = load_branch_again(x, branch, added.norm, inverse, factor, l)
+    if added.memory is not None:
+        if indices is not None:
+            _clear_choice(indices, s)
+        memory, inverse = added.memory + (call & 1) * m.half, 1.0
+        if added.norm is None:
+            value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
         else:
-            value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-            if added.y is not None:
-                y = tl.load(added.y + at + d, mask=inside, other=0.0).to(tl.float32)
-                value += y * s.scale
-            if indices is not None:
-                _clear_choice(indices, s)
-            if l is not None:
-                raw = load_quads(x, l)
-        if results.total is not None:
-            value = value.to(dtype)
-            tl.store(results.total + at + d, value, mask=_stores(d, s))
-            if l is not None and added.memory is not None:
-                raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
-            value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
-        if offset is not None:
-            value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
-        inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
-        value = value * inverse_rms
-        if not s.unscaled:
-            value = value * scale
-        if offset is not None:
-            value += shift
-        value = value.to(dtype)
-        if ROWS:
-            _store_scores(rows, value, biases, router, scores, expert, s)
-        if s.unscaled:
-            value = (value.to(tl.float32) * scale).to(dtype)
+            value, inverse = load_branches(memory, call, added, branch_scale, d, D, dtype, s)
+            value = (add.to(tl.float32) + value) * factor
+    elif added.norm is not None:
+        stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
+        branch = added.y + at
+        value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
+        value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
+        if indices is not None:
+            _clear_choice(indices, s)
         if l is not None:
-            if program * l.lanes < l.quads:  # the other programs end sooner
-                quads = [  # rounded, as the norm is
-                    (raw[k].to(tl.float32) * inverse_rms * scales[k].to(tl.float32)).to(dtype)
-                    for k in l.field_numbers
-                ]
-                store_quads([quad.to(tl.float32) for quad in quads], normed, units, l)
-        elif normed is not None:
-            tl.store(normed + d, value, mask=_stores(d, s))
-        if results.plain is not None:
-            tl.store(results.plain + at + d, value, mask=_stores(d, s))
-        if added.memory is not None:
-            count_call(added.calls, call, m)
-        if n + 1 < s.each:
-            x, at, scores = x + D, at + D, scores + SCORES
-            if indices is not None:
-                indices += s.pairs
-            if l is not None:
-                normed += l.quads * l.fields
-                units += l.quads * l.units
-            elif normed is not None:
-                normed += D
+            raw = load_branch_again(x, branch, added.norm, inverse, factor, l)
+    else:
+        value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+        if added.y is not None:
+            y = tl.load(added.y + at + d, mask=inside, other=0.0).to(tl.float32)
+            value += y * s.scale
+        if indices is not None:
+            _clear_choice(indices, s)
+        if l is not None:
+            raw = load_quads(x, l)
+    if results.total is not None:
+        value = value.to(dtype)
+        tl.store(results.total + at + d, value, mask=_stores(d, s))
+        if l is not None and added.memory is not None:
+            raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
+        value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
+    if offset is not None:
+        value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
+    value = value * factor
+    if not s.unscaled:
+        value = value * scale
+    if offset is not None:
+        value += shift
+    value = value.to(dtype)
+    if ROWS:
+        _store_scores(rows, value, biases, router, scores, expert, s)
+    if s.unscaled:
+        value = (value.to(tl.float32) * scale).to(dtype)
+    if l is not None:
+        if program * l.lanes < l.quads:  # the other programs end sooner
+            quads = [  # rounded, as the norm is
+                (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)).to(dtype).to(tl.float32)
+                for k in l.field_numbers
+            ]
+            store_quads(quads, normed, units, l)
+    elif normed is not None:
+        tl.store(normed + d, value, mask=_stores(d, s))
+    if results.plain is not None:
+        tl.store(results.plain + at + d, value, mask=_stores(d, s))
+    if added.memory is not None:
+        count_call(added.calls, call, m)
 
 
 # Launching ----------------------------------------------------------------------------------------
@@ -374,16 +358,6 @@ def rows_of(N: int, T: int) -> int:
     return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
 
 
-def tokens_of(programs: int, T: int, resident: int) -> int:
-    """Return how many of T tokens a program of `norm_router` takes, one after the other.
-
-    programs: of a token; resident: those that run at once. Programs that start late load the
-    router's rows late: as measured on an H200, 16 tokens of 257 scores take twice as long as 8.
-    """
-    fitting = (n for n in (1, 2, 4) if T % n == 0 and programs * (T // n) <= resident)
-    return next(fitting, 4 if T % 4 == 0 else 1)
-
-
 def divide_token(N: int, D: int) -> tuple[int, int, int]:
     """Return programs that run at once, and the scores and numbers of a token that each stores."""
     rows = triton.next_power_of_2(triton.cdiv(N, MAX_PROGRAMS))
@@ -434,14 +408,10 @@ def norm_router(
     if layout is not None:
         results = results._replace(plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
-    each = 1
-    if D <= SHORT:
-        each = tokens_of(programs, T, RESIDENT * gpu_of(x.device).multiprocessors)
-    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, each=each, **messages)
-    grid = (programs,) if T == 1 else (programs, T // each)
+    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
+    grid = (programs,) if T == 1 else (programs, T)
     tensors = x, added, before.norm, None, before.router, results
-    registers = MOST_REGISTERS if each > 1 else None
-    launch(join_tokens, grid, *tensors, settings=s, warps=warps, registers=registers)
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, results.scores
 
 
