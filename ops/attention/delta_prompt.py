@@ -45,33 +45,13 @@ class RuleSettings:
     is_delta: bool = True  # else Mamba-2
     channel_decay: bool = False  # a head has a decay for each channel
 
-    @property
-    def sharing(self) -> int:
-        """Heads that share a key head."""
-        return self.heads // self.key_heads
-
-    @property
-    def levels(self) -> int:
-        """How often a chunk can be halved."""
-        return self.rows.bit_length() - 1
-
-    @property
-    def block(self) -> int:
-        """Channels that are in registers at once in `_decay_channels`."""
-        return min(self.key_dim, 32)
-
-    @property
-    def query_scale(self) -> float:
-        return self.key_dim**-0.5 if self.is_delta else 1.0
-
-    @property
-    def channel_step(self) -> int:
-        """How far a channel of the state is from the next one; Mamba-2 has it transposed."""
-        return self.value_dim if self.is_delta else 1
-
-    @property
-    def column_step(self) -> int:
-        return 1 if self.is_delta else self.key_dim
+    sharing = property(lambda s: s.heads // s.key_heads)  # heads that share a key head
+    levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
+    block = property(lambda s: min(s.key_dim, 32))  # channels that `_decay_channels` has at once
+    query_scale = property(lambda s: s.key_dim**-0.5 if s.is_delta else 1.0)
+    # How far a channel of the state is from the next one; Mamba-2 has it transposed.
+    channel_step = property(lambda s: s.value_dim if s.is_delta else 1)
+    column_step = property(lambda s: 1 if s.is_delta else s.key_dim)
 
 
 class Tokens(NamedTuple):

@@ -74,46 +74,17 @@ class DeltaSettings:
     ba_row: int
     channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
 
-    @property
-    def gates(self) -> int:
-        """Numbers of a token in `Pending.gates`."""
-        return self.heads * (1 + (self.key_dim if self.channel_decay else 1))
-
-    @property
-    def decays(self) -> int:
-        """Numbers of a token in `Gates.a`."""
-        return self.heads * self.key_dim
-
-    @property
-    def outputs(self) -> int:
-        """Numbers of a token in the result, and in `Gates.output`."""
-        return self.heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        return self.first_value + self.heads * self.value_dim
-
-    @property
-    def first_value(self) -> int:
-        """The first channel of v."""
-        return 2 * self.key_heads * self.key_dim
-
-    @property
-    def warp_columns(self) -> int:
-        return max(4, self.value_dim // WARPS)
-
-    @property
-    def blocks(self) -> int:
-        return self.value_dim // self.warp_columns
-
-    @property
-    def lane_rows(self) -> int:
-        return min(self.key_dim, 128 // self.warp_columns)
-
-    @property
-    def copies(self) -> int:
-        """Copies of q and k that give each thread one of their numbers."""
-        return 1 if 2 * self.key_dim >= 32 * WARPS else 2
+    # A token's numbers in `Pending.gates`.
+    gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
+    decays = property(lambda s: s.heads * s.key_dim)  # numbers of `Gates.a`
+    outputs = property(lambda s: s.heads * s.value_dim)  # numbers of the result
+    channels = property(lambda s: s.first_value + s.heads * s.value_dim)
+    first_value = property(lambda s: 2 * s.key_heads * s.key_dim)  # the first channel of v
+    warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
+    blocks = property(lambda s: s.value_dim // s.warp_columns)
+    lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
+    # Copies of q and k that give each thread one of their numbers.
+    copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
 
 
 def fit_tiles(*sizes: int, most: int = 128) -> bool:

@@ -49,29 +49,13 @@ class AttentionSettings:
     head_gate: bool = False  # the gate has one number a head, else as many as a head
     rope_begin: int = 0  # the layer's first column of `model.Context.rope`
 
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def first_value(self) -> int:
-        """The first head of qkv that is a value."""
-        return self.heads if self.keys_are_values else self.heads + self.kv_heads
-
-    @property
-    def first_gate(self) -> int:
-        """The first number of qkv that is a gate."""
-        return (self.first_value + self.kv_heads) * self.head_dim
-
-    @property
-    def gate_width(self) -> int:
-        """Numbers of a head's gate."""
-        return (1 if self.head_gate else self.head_dim) if self.gate else 0
-
-    @property
-    def projected(self) -> int:
-        """Numbers of a token in qkv."""
-        return self.first_gate + self.heads * self.gate_width
+    group = property(lambda s: s.heads // s.kv_heads)
+    # The first head of qkv that is a value, then the first number that is a gate.
+    first_value = property(lambda s: s.heads if s.keys_are_values else s.heads + s.kv_heads)
+    first_gate = property(lambda s: (s.first_value + s.kv_heads) * s.head_dim)
+    # Numbers of a head's gate, then of a token in qkv.
+    gate_width = property(lambda s: (1 if s.head_gate else s.head_dim) if s.gate else 0)
+    projected = property(lambda s: s.first_gate + s.heads * s.gate_width)
 
     def encoded(self) -> str:
         """Return the settings as text: a custom operator takes no dataclass."""
@@ -144,39 +128,15 @@ class KernelSettings:
     one_part: int = 0  # positions up to which there is one part
     few_parts: int = MAX_PARTS  # up to which a part is one block
 
-    @property
-    def splits(self) -> int:
-        """Programs a KV head and part."""
-        return -(-self.layer.group // self.each)
-
-    @property
-    def pairs(self) -> int:
-        """Programs a sequence and part."""
-        return self.layer.kv_heads * self.splits
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of a tile of the call's own tokens; with one query, the same token in all."""
-        return max(FEWEST_ROWS, pow2(self.queries)) if self.queries > 1 else self.rows
-
-    @property
-    def stored_rows(self) -> int:
-        """Rows of a program's parts."""
-        return pow2(self.queries * self.each)
-
-    @property
-    def width(self) -> int:
-        """Numbers, or int16 units of an int8 cache, of a head."""
-        return self.layer.head_dim // 2 if self.int8 else self.layer.head_dim
-
-    @property
-    def padded_parts(self) -> int:
-        return pow2(self.parts)
-
-    @property
-    def bodies(self) -> int:
-        """Compile-time cases of a program: blocks of one size, or two."""
-        return 2 if self.tile.wide else 1
+    splits = property(lambda s: -(-s.layer.group // s.each))  # programs a KV head and part
+    pairs = property(lambda s: s.layer.kv_heads * s.splits)  # programs a sequence and part
+    # Rows of a tile of the call's own tokens; with one query, the same token in all.
+    own_rows = property(lambda s: max(FEWEST_ROWS, pow2(s.queries)) if s.queries > 1 else s.rows)
+    stored_rows = property(lambda s: pow2(s.queries * s.each))  # rows of a program's parts
+    # Numbers, or int16 units of an int8 cache, of a head.
+    width = property(lambda s: s.layer.head_dim // 2 if s.int8 else s.layer.head_dim)
+    padded_parts = property(lambda s: pow2(s.parts))
+    bodies = property(lambda s: 2 if s.tile.wide else 1)  # sizes of blocks: compile-time cases
 
     @property
     def loops(self) -> bool:
@@ -185,24 +145,12 @@ class KernelSettings:
         longest = min(self.longest, self.layer.window + self.align - 2 + own)
         return longest > self.tile.block * self.bodies
 
-    @property
-    def ring(self) -> int:
-        """Slots of a cache in which position p may be in slot p % S, else 0."""
-        return self.length if self.layer.window < self.length else 0
-
-    @property
-    def columns(self) -> int:
-        return min(self.layer.head_dim, MERGED_COLUMNS)
-
-    @property
-    def score_scale(self) -> float:
-        """A factor of scores that queries do not have yet."""
-        return 1.0 if self.appends else self.layer.scale
-
-    @property
-    def align(self) -> int:
-        """A window begins at a multiple of this, so that int8 scales are loaded as vectors."""
-        return 16 if self.int8 else 1
+    # Slots of a cache in which position p may be in slot p % S, else 0.
+    ring = property(lambda s: s.length if s.layer.window < s.length else 0)
+    columns = property(lambda s: min(s.layer.head_dim, MERGED_COLUMNS))
+    score_scale = property(lambda s: 1.0 if s.appends else s.layer.scale)  # that queries lack
+    # A window begins at a multiple of this, so that int8 scales are loaded as vectors.
+    align = property(lambda s: 16 if s.int8 else 1)
 
 
 def pow2(n: int) -> int:

@@ -69,35 +69,13 @@ class MambaSettings:
     row: int  # numbers from one token's zx to the next one's
     dt_row: int
 
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.groups * self.state
-
-    @property
-    def sharing(self) -> int:
-        """Heads of a group."""
-        return self.heads // self.groups
-
-    @property
-    def rows(self) -> int:
-        return min(ROWS, self.head_dim)
-
-    @property
-    def blocks(self) -> int:
-        """Programs of a head."""
-        return self.head_dim // self.rows
-
-    @property
-    def threads(self) -> int:
-        return 32 * WARPS
-
-    @property
-    def padded_sharing(self) -> int:
-        return triton.next_power_of_2(self.sharing)
+    inner = property(lambda s: s.heads * s.head_dim)
+    channels = property(lambda s: s.inner + 2 * s.groups * s.state)
+    sharing = property(lambda s: s.heads // s.groups)  # heads of a group
+    rows = property(lambda s: min(ROWS, s.head_dim))
+    blocks = property(lambda s: s.head_dim // s.rows)  # programs of a head
+    threads = property(lambda s: 32 * WARPS)
+    padded_sharing = property(lambda s: triton.next_power_of_2(s.sharing))
 
 
 # Channels, taps, inputs before a token: each a tuple of those of x, of B, and of C.

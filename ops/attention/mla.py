@@ -78,38 +78,16 @@ class LatentSettings:
     parts: int = 1
     tile: Tile = Tile()
 
-    @property
-    def supported(self) -> bool:
-        """Whether the kernels compute heads of these sizes."""
-        return self.unrotated % 8 == 0 and has_tiles(self.rotary_dim, self.rank)
-
-    @property
-    def head_dim(self) -> int:
-        return self.unrotated + self.rotary_dim
-
-    @property
-    def width(self) -> int:
-        """Numbers of a cached position."""
-        return self.rank + self.rotary_dim
-
-    @property
-    def wkv_rows(self) -> int:
-        return self.unrotated + self.value_dim
-
-    @property
-    def rows(self) -> int:
-        """Rows of a sequence: heads of its queries."""
-        return self.queries * self.heads
-
-    @property
-    def tile_rows(self) -> int:
-        """M, at most what the registers of a program hold."""
-        return min(32, max(16, triton.next_power_of_2(self.rows)))
-
-    @property
-    def each(self) -> int:
-        """Tokens of a program of `_map_queries` and of `_merge_values`."""
-        return triton.cdiv(self.tokens, TOKENS_AT_ONCE) if self.queries > 1 else 1
+    # Whether the kernels compute heads of these sizes.
+    supported = property(lambda s: s.unrotated % 8 == 0 and has_tiles(s.rotary_dim, s.rank))
+    head_dim = property(lambda s: s.unrotated + s.rotary_dim)
+    width = property(lambda s: s.rank + s.rotary_dim)  # numbers of a cached position
+    wkv_rows = property(lambda s: s.unrotated + s.value_dim)
+    rows = property(lambda s: s.queries * s.heads)  # rows of a sequence: heads of its queries
+    # M, at most what the registers of a program hold.
+    tile_rows = property(lambda s: min(32, max(16, triton.next_power_of_2(s.rows))))
+    # Tokens of a program of `_map_queries` and of `_merge_values`.
+    each = property(lambda s: triton.cdiv(s.tokens, TOKENS_AT_ONCE) if s.queries > 1 else 1)
 
 
 def has_tiles(rotary_dim: int, rank: int) -> bool:

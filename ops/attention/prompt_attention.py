@@ -31,10 +31,7 @@ class PromptAttention:
     positions: int  # N
     log2_e: float = LOG2_E
 
-    @property
-    def scale(self) -> float:
-        """Factor of the scores, for exponents of two."""
-        return self.head_dim**-0.5 * LOG2_E
+    scale = property(lambda s: s.head_dim**-0.5 * LOG2_E)  # of scores, for exponents of two
 
 
 @jit

@@ -33,9 +33,7 @@ class PartSettings:
     is_silu: bool = True  # the gate's activation; else sigmoid
     gates_first: bool = False  # the norm is of gated numbers, and each head has weights of its own
 
-    @property
-    def padded(self) -> int:
-        return triton.next_power_of_2(self.head_dim)
+    padded = property(lambda s: triton.next_power_of_2(s.head_dim))
 
 
 def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arguments):

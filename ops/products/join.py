@@ -108,15 +108,10 @@ class Join:
     messages: Messages | None = None
     layout: Layout | None = None
 
-    @property
-    def block(self) -> int:
-        """Numbers of a tile that has a token, or a part of it."""
-        return self.part or triton.next_power_of_2(self.D)
-
-    @property
-    def probes(self) -> int:
-        """Words of a message that a program waits for at first."""
-        return PROBES if self.D >= PROBES and not self.part else 0
+    # Numbers of a tile that has a token, or a part of it.
+    block = property(lambda s: s.part or triton.next_power_of_2(s.D))
+    # Words of a message that a program waits for at first.
+    probes = property(lambda s: PROBES if s.D >= PROBES and not s.part else 0)
 
 
 # Kernel -------------------------------------------------------------------------------------------
@@ -315,10 +310,7 @@ class NormRouter:
         routing = self.routing
         return routing.score_bias if routing.factors is None else routing.factors
 
-    @property
-    def router(self) -> Router:
-        """The kernel's tensors."""
-        return Router(self.rows, self.bias, self.of_experts)
+    router = property(lambda s: Router(s.rows, s.bias, s.of_experts))  # the kernel's tensors
 
     def empty_scores(self, T: int) -> Tensor:
         """Return scores of T tokens, to be filled: fp32 [T, 1 or 2, N]."""

@@ -61,43 +61,16 @@ class Product(Codes):
     tokens: int = 1  # that a program multiplies; several have one tile
     blocks: int = 1  # programs of a tile, for other tokens
 
-    @property
-    def gather(self) -> bool:
-        return self.experts > 0
-
-    @property
-    def quads(self) -> int:
-        """Quads of x."""
-        return self.each * max(self.experts, 1)
-
-    @property
-    def numbers(self) -> int:
-        """What the kernel loads of a token's x: words of two numbers in bf16, else numbers."""
-        return self.quads * 4 * (1 if self.kind == "bf16" else self.fields)
-
-    @property
-    def token_numbers(self) -> tuple[int, ...]:
-        """0, 1, ... for each token of a program."""
-        return tuple(range(self.tokens))
-
-    @property
-    def quantized(self) -> tuple[int, int]:
-        """Operands and units of a token's `QuantizedX`."""
-        return self.quads * self.fields, self.units * self.quads
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.quads // self.lanes)
-
-    @property
-    def held(self) -> int:
-        """Chunks of x in registers."""
-        return self.chunks if self.tiles > 1 else self.depth
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether a row has one scale, by which the sum is multiplied."""
-        return self.has_row_scale and not self.gather
+    gather = property(lambda s: s.experts > 0)
+    quads = property(lambda s: s.each * max(s.experts, 1))  # quads of x
+    # What the kernel loads of a token's x: words of two numbers in bf16, else numbers.
+    numbers = property(lambda s: s.quads * 4 * (1 if s.kind == "bf16" else s.fields))
+    token_numbers = property(lambda s: tuple(range(s.tokens)))  # 0, 1, ... of a program's tokens
+    # Operands and units of a token's `QuantizedX`.
+    quantized = property(lambda s: (s.quads * s.fields, s.units * s.quads))
+    chunks = property(lambda s: -(-s.quads // s.lanes))
+    held = property(lambda s: s.chunks if s.tiles > 1 else s.depth)  # chunks of x in registers
+    of_rows = property(lambda s: s.has_row_scale and not s.gather)  # a row's scale multiplies sums
 
 
 class Chosen(NamedTuple):

@@ -142,7 +142,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
     rows, present, results = at
     sums = tl.trans(sums) if s.packed else sums
     factor = None
-    if s.row_scaled:  # int8, fp8 and nvfp4
+    if s.has_row_scale:  # int8, fp8 and nvfp4
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + n).to(tl.float32)[None, :]
     if s.kind != "fp8b":  # its factor has what its numbers lack

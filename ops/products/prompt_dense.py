@@ -41,7 +41,7 @@ def _unpack(weights, y, s: tl.constexpr):
         fetched = load_scales(weights, row, start, s)
     at = (row, row // s.group, unit)
     numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
-    if s.row_scaled:
+    if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
     for field in tl.static_range(FIELDS):

@@ -29,15 +29,8 @@ class GroupSettings:
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
 
-    @property
-    def bins(self) -> int:
-        """Experts, and one for what is no pair."""
-        return max(64, triton.next_power_of_2(self.E + 1))
-
-    @property
-    def parts(self) -> int:
-        """Chunks whose counts are read at once."""
-        return max(8, 8192 // self.bins)
+    bins = property(lambda s: max(64, triton.next_power_of_2(s.E + 1)))  # one for what is no pair
+    parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
 
 
 @dataclass(frozen=True)
@@ -48,10 +41,7 @@ class RowSettings:
     active: int = 1  # A
     activation: Activation | None = None
 
-    @property
-    def block(self) -> int:
-        """Numbers of a program."""
-        return min(1024, triton.next_power_of_2(self.width))
+    block = property(lambda s: min(1024, triton.next_power_of_2(s.width)))  # numbers of a program
 
 
 # Kernels ------------------------------------------------------------------------------------------

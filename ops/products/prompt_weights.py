@@ -22,7 +22,7 @@ from ops.products.units import (
     second_byte,
     to_fp32,
 )
-from ops.products.weights import BITS, GGUF, HALF_QUADRATIC, WeightTensors, kernel_tensors
+from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PromptTile:
 
 
 @dataclass(frozen=True)
-class PromptSettings:
+class PromptSettings(Codes):
     """What `_grouped` is compiled for."""
 
     out: int
@@ -52,62 +52,19 @@ class PromptSettings:
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
 
-    @property
-    def gated(self) -> bool:
-        """Whether outputs are those of gates, then as many ups."""
-        return self.activation is not None and self.activation.gated
-
-    @property
-    def results(self) -> int:
-        """Numbers of a result's row."""
-        return self.out // 2 if self.gated else self.out
-
-    @property
-    def block(self) -> int:
-        """Results of a tile's row."""
-        return self.tile.outputs // 2 if self.gated else self.tile.outputs
-
-    @property
-    def packed(self) -> bool:
-        return self.kind != "plain"
-
-    @property
-    def fields(self) -> int:
-        """Codes of a unit."""
-        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
-
-    @property
-    def run(self) -> int:
-        return grouped_run(self.width, self.bits)
-
-    @property
-    def step_scaled(self) -> bool:
-        """Whether each group of numbers along `in` has a scale."""
-        return self.bits < 8 or self.gguf
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def half_quadratic(self) -> bool:
-        """Whether it is hqq4, hqq3, hqq2 or uint4."""
-        return self.kind in HALF_QUADRATIC
-
-    @property
-    def bits_above(self) -> int:
-        """Bits of a code in a plane of their own."""
-        return {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(self.kind, 0)
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
-
-    @property
-    def experts_pow2(self) -> int:
-        return triton.next_power_of_2(self.E)
+    # Outputs are those of gates, then as many ups.
+    gated = property(lambda s: s.activation is not None and s.activation.gated)
+    # Numbers of a result's row, in all and of a tile.
+    results = property(lambda s: s.out // 2 if s.gated else s.out)
+    block = property(lambda s: s.tile.outputs // 2 if s.gated else s.tile.outputs)
+    packed = property(lambda s: s.kind != "plain")
+    # Codes of a unit; `grouped_run`.
+    fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
+    run = property(lambda s: grouped_run(s.width, s.bits))
+    step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
+    # Bits of a code in a plane of their own.
+    bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
+    experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
 
 
 def grouped_run(width: int, bits: int) -> int:

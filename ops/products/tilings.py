@@ -42,10 +42,8 @@ class Tiles:
         text += ", staying" if self.stay else ""
         return text + (f", {self.registers} registers" if self.registers else "")
 
-    @property
-    def options(self) -> dict:
-        """Options of `launch` for a kernel with these tiles."""
-        return dict(warps=self.warps, stages=1, registers=self.registers)
+    # Options of `launch` for a kernel with these tiles.
+    options = property(lambda s: dict(warps=s.warps, stages=1, registers=s.registers))
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,7 @@ class Push:
     ranks: int
     block: int = WORDS
 
-    @property
-    def rows(self) -> int:
-        """Rows of a tile that has a row for each rank."""
-        return triton.next_power_of_2(self.ranks)
+    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
 
 
 @jit

@@ -60,15 +60,8 @@ class Messages:
     stride: int  # words from one rank's message to the next one's
     counters: int  # of calls
 
-    @property
-    def half(self) -> int:
-        """Words of one half of the inbox."""
-        return self.ranks * self.stride
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile that has a row for each rank."""
-        return triton.next_power_of_2(self.ranks)
+    half = property(lambda s: s.ranks * s.stride)  # words of one half of the inbox
+    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
 
 
 def messages_of(inbox: TokenInbox) -> Messages:

@@ -47,13 +47,8 @@ class Place:
     pairs: int  # P
     copies: int  # N
 
-    @property
-    def experts_tile(self) -> int:
-        return triton.next_power_of_2(self.E)
-
-    @property
-    def pairs_tile(self) -> int:
-        return triton.next_power_of_2(self.pairs)
+    experts_tile = property(lambda s: triton.next_power_of_2(s.E))
+    pairs_tile = property(lambda s: triton.next_power_of_2(s.pairs))
 
 
 def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:

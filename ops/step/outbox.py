@@ -18,9 +18,7 @@ class Post:
     rows: int
     stride: int  # numbers of a slot
 
-    @property
-    def block(self) -> int:
-        return triton.next_power_of_2(self.rows)
+    block = property(lambda s: triton.next_power_of_2(s.rows))
 
 
 # Grid [1].

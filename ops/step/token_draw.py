@@ -42,20 +42,11 @@ class Draw:
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
     controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
 
-    @property
-    def size(self) -> int:
-        """Tokens of a group, rounded up to a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.V, self.groups * self.run) * self.run)
-
-    @property
-    def keys(self) -> int:
-        """Keys of a row in `best`."""
-        return self.groups * self.kept
-
-    @property
-    def max_top_k(self) -> int:
-        """`_search` would write past `ordered` for more than TOP, and never end for more than V."""
-        return min(self.top, self.V)
+    # Tokens of a group, rounded up to a power of two.
+    size = property(lambda s: triton.next_power_of_2(triton.cdiv(s.V, s.groups * s.run) * s.run))
+    keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
+    # `_search` would write past `ordered` for more than TOP, and never end for more than V.
+    max_top_k = property(lambda s: min(s.top, s.V))
 
 
 # Kernels ------------------------------------------------------------------------------------------
