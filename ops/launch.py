@@ -174,23 +174,13 @@ def shared_memory(args: Sequence) -> int:
     return gpu_of(device_of(args)).shared_memory
 
 
-def launch(
-    kernel: Kernel,
-    grid: tuple[int, ...],
-    *args,
-    settings: object,
-    warps: int = 4,
-    stages: int | None = None,
-    registers: int | None = None,
-    pdl: bool = True,
-) -> None:
+def launch(kernel: Kernel, grid: tuple[int, ...], *args, settings: object, **options) -> None:
     """Launch a kernel: its parameters are `args`, then `s` and, if it waits for others, PDL.
 
-    args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. warps: of a
-    program. stages: loads in flight of a pipelined loop. registers: most of a lane. None: Triton's
-    choice. pdl: launch with programmatic dependent launch where the GPU has it.
+    args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. options: as
+    of `launch_options`.
     """
-    kernel[grid](*args, settings, **launch_options(kernel, args, warps, stages, registers, pdl))
+    kernel[grid](*args, settings, **launch_options(kernel, args, **options))
 
 
 def launch_options(
@@ -201,7 +191,11 @@ def launch_options(
     registers: int | None = None,
     pdl: bool = True,
 ) -> dict:
-    """Return Triton's options for the arguments of `launch`."""
+    """Return Triton's options for the arguments of `launch`.
+
+    warps: of a program. stages: loads in flight of a pipelined loop. registers: most of a lane.
+    None: Triton's choice. pdl: launch with programmatic dependent launch where the GPU has it.
+    """
     options: dict = {"num_warps": warps}
     if stages is not None:
         options["num_stages"] = stages

@@ -617,6 +617,9 @@ def dot4_code(case: tuple) -> dict[str, int]:
 BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's parts
 
 
+BY_KERNEL = mock.patch.object(expert_paging, "fetches_by_kernel", lambda *_: True)
+
+
 def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
     """Return three copies' experts (-1: none) and slots, and 5 experts, a pool of 3, the parts."""
     starts = [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
@@ -639,14 +642,16 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     want = pool.clone()
     expert_paging.fetch_plainly(experts, places, host, want, parts)
     # Two programs an expert: each copies several chunks of the second of BLOBS.
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts, 2)
+    with BY_KERNEL:
+        expert_paging.fetch(experts, places, host, pool, parts, 2)
     return torch.equal(pool, want)
 
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
     args = fetch_case(BLOBS[1])
-    code = launched_code(lambda: expert_paging.fetch_by_kernel(*args, expert_paging.PROGRAMS))
+    with BY_KERNEL:
+        code = launched_code(lambda: expert_paging.fetch(*args))
     asm = code["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 

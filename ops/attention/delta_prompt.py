@@ -369,7 +369,8 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
         beta=(beta, (B, Q, H)),
         state=(state, (B, H, CK, CV) if is_delta else (B, H, CV, CK)),
     )
-    q, k, v = (x if _has_whole_tokens(x) else x.contiguous() for x in (q, k, v))
+    # The heads of each token [heads, C] follow each other in memory.
+    q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
     final, state = state.new_empty(state.shape), state.contiguous()
@@ -411,8 +412,3 @@ def _solve_chunks(
         systems = systems._replace(factors=factors, kept=kept)
     launch(_solve_chunk, grid, tokens, systems, *sizes, settings=s)
     return systems
-
-
-def _has_whole_tokens(x: Tensor) -> bool:
-    """Whether the heads of each token of x [B, Q, heads, C] follow each other in memory."""
-    return x.stride(3) == 1 and x.stride(2) == x.shape[3]

@@ -10,7 +10,7 @@ Attention; Kimi Team 2025, Kimi Linear, section 3).
 
 These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens), of
 ops/attention/delta_prompt.py and what it names (prompts). `gated_delta_step` computes one token,
-`gated_delta_recurrent` tokens one by one, `chunk_in_torch` a prompt by batched products.
+`chunk_in_torch` a prompt by batched products.
 
 Letters: B sequences, Q tokens, K key heads, H value heads, Ck and Cv their sizes, N channels of the
 convolution, W its width. Key head i serves the value heads from i * (H / K).
@@ -85,30 +85,14 @@ def gated_delta_step(
     return (q.unsqueeze(-1) * state).sum(-2).to(dtype), state
 
 
-def gated_delta_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Take in few tokens one by one -> out [B, Q, H, Cv], the state after each [B, Q, H, Ck, Cv].
-
-    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g [B, Q, H] or [B, Q, H, Ck], beta [B, Q, H]; else as
-    `gated_delta_step`.
-    """
-    outs, states = [], []
-    for token in range(q.shape[1]):
-        now = slice(None), token
-        out, state = gated_delta_step(q[now], k[now], v[now], g[now], beta[now], state)
-        outs.append(out)
-        states.append(state)
-    return torch.stack(outs, 1), torch.stack(states, 1)
-
-
 def chunk_in_torch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take in a prompt -> out [B, Q, H, Cv], the state after it [B, H, Ck, Cv] (section 3.3).
 
-    Arguments as for `gated_delta_recurrent`. A token with g = beta = 0, such as padding, leaves the
-    state unchanged. The products are batched; the only loop is over chunks.
+    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g [B, Q, H] or [B, Q, H, Ck], beta [B, Q, H]; else as
+    `gated_delta_step`. A token with g = beta = 0, such as padding, leaves the state unchanged. The
+    products are batched; the only loop is over chunks.
 
     Within a chunk, G is the sum of g so far. The corrections U [tokens, Cv] of its tokens solve a
     unit lower triangular system, for the state S at its begin:

@@ -336,12 +336,6 @@ class NormRouter:
         return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
 
 
-def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
-    """Return where to store: `normed`, and the other fields."""
-    found = (normed, None) if isinstance(normed, Tensor) else (normed.operands, normed.units)
-    return Results(found[0], units=found[1], **others)
-
-
 def rows_of(N: int, T: int) -> int:
     """Return how many of a token's N scores a program of `norm_router` computes.
 
@@ -396,9 +390,9 @@ def norm_router(
         messages = dict(share=share, scale=scale, messages=messages_of(inbox))
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = results_of(normed, total=total, scores=before.empty_scores(T), indices=indices)
-    if layout is not None:
-        results = results._replace(plain=plain)
+    results = Results(normed, total, scores=before.empty_scores(T), indices=indices)
+    if isinstance(normed, QuantizedX):
+        results = results._replace(normed=normed.operands, units=normed.units, plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
     grid = (programs,) if T == 1 else (programs, T)

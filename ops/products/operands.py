@@ -112,19 +112,7 @@ def _normed(raw, norm, k: tl.constexpr):
     return value if norm is None else value * norm[k].to(tl.float32)
 
 
-@jit
-def _prepare_fp32(raw, norm, s):
-    """Convert x to fp32 -> one operand for each field of a word: 4 x [1, LANES // 32, 32]."""
-    return [_split_x(_normed(raw, norm, k), s) for k in s.field_numbers]
-
-
 # x as integers ------------------------------------------------------------------------------------
-
-
-@jit
-def _join_pairs(low, high):
-    """Return two words as one int64."""
-    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @jit
@@ -170,7 +158,8 @@ def quantize(values, BITS: tl.constexpr, s):
             sums = sums + (tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit,)
             total = tl.zeros(largest.shape, tl.int32)
     for p in tl.static_range(P):
-        operands = operands + (_join_pairs(pairs[2 * p], pairs[2 * p + 1]),)
+        high = pairs[2 * p + 1].to(tl.int64) << 32
+        operands = operands + (high | (pairs[2 * p].to(tl.int64) & 0xFFFFFFFF),)
     return operands, unit, sums
 
 
@@ -265,7 +254,7 @@ def prepare_x(raw, norm, s):
     if s.kind == "bf16":
         return _prepare_bf16(raw, norm, s)
     elif s.kind == "fp8" or s.kind == "fp8b":
-        return _prepare_fp32(raw, norm, s)
+        return [_split_x(_normed(raw, norm, k), s) for k in s.field_numbers]
     else:
         return _prepare_integers(raw, norm, s)
 

@@ -101,19 +101,16 @@ def load_parts(x, chunk, s):
 
 
 @jit
-def lane_factor(factors, chunk, s):
-    """Load the routing weight of each quad's expert, [1, LANES // 32, 32]."""
-    quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
-    return tl.reshape(tl.load(factors + quad // s.each), [1, s.lanes // 32, 32])
-
-
-@jit
 def load_beside(x, factors, chunk, s):
-    """Load what x of a chunk is multiplied by: the norm's weight, or routing weights."""
+    """Load what x of a chunk is multiplied by: the norm's weight, or routing weights.
+
+    Those are [1, LANES // 32, 32], of each quad's expert.
+    """
     if x.norm is not None:
         return load_norm(x.norm, chunk, s)
     elif s.gather:
-        return lane_factor(factors, chunk, s)
+        quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
+        return tl.reshape(tl.load(factors + quad // s.each), [1, s.lanes // 32, 32])
     else:
         return ()
 

@@ -252,12 +252,6 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
                 yield replace(tile, rows=rows, stages=stages)
 
 
-def grid_of(tiles: int, blocks: int, near: int) -> tuple[int, int, int]:
-    """Return the grid of `_grouped`, in which at most `near` blocks of outputs are neighbors."""
-    times = triton.cdiv(blocks, near)
-    return triton.cdiv(blocks, times), tiles, times
-
-
 def grouped_gemm(
     x: Tensor,
     group_ends: Tensor,
@@ -312,9 +306,9 @@ def grouped_gemm(
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
     assert isinstance(s, PromptSettings)
-    tiles = triton.cdiv(N, s.tile.rows) + E - 1
-    grid = grid_of(tiles, triton.cdiv(results, s.block), s.tile.near)
-    launch(_grouped, grid, *given, settings=s, **options)
+    tiles, blocks = triton.cdiv(N, s.tile.rows) + E - 1, triton.cdiv(results, s.block)
+    times = triton.cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
+    launch(_grouped, (triton.cdiv(blocks, times), tiles, times), *given, settings=s, **options)
     return y
 
 

@@ -6,7 +6,6 @@ weight is a temporary of one product.
 Letters: a program unpacks BN rows, and BK numbers of each.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,24 +51,17 @@ def _unpack(weights, y, s: tl.constexpr):
         tl.store(place, number.to(DTYPE), mask=inside & (n < s.out))
 
 
-def unpack_dense(
-    parts: dict[str, Tensor], kind: str, bits: int, group: int, width: int, dtype: torch.dtype
+def multiply_unpacked(
+    x: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int
 ) -> Tensor:
-    """Dequantize a packed weight [1, out, in] -> [out, in] in `dtype`, 16 bits.
+    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
 
-    width: `in`. Numbers of a row are in the order of `Format.grouped_order`.
+    The weight is dequantized to 16 bits, with the numbers of a row in the order of x.
     """
-    out = parts["codes"].shape[1]
-    y = torch.empty(out, width, dtype=dtype, device=parts["codes"].device)
+    out, width = parts["codes"].shape[1], x.shape[1]
+    y = x.new_empty(out, width)
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     s = PromptSettings(out, width, 1, kind, bits, group, TILE)
     grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
     launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
-    return y
-
-
-def multiply_unpacked(
-    x: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int
-) -> Tensor:
-    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out]."""
-    return F.linear(x, unpack_dense(parts, kind, bits, group, x.shape[1], x.dtype))
+    return F.linear(x, y)

@@ -136,14 +136,6 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(targets + p, tl.where(valid, first, SLOTS), mask=p < P)
 
 
-def place_by_kernel(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
-    """`place` on a GPU, in one kernel."""
-    to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
-    launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
-    return to_copy, targets
-
-
 def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     """Give chosen experts slots and update the table -> experts to copy, and each one's slot.
 
@@ -152,8 +144,12 @@ def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     and the slot of the chosen one, R if it is in none. Hits count as used before misses, each in
     the order of `chosen`. The n-th miss takes the slot of the n-th victim, the least recently used.
     """
-    by_kernel = can_launch(chosen)
-    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots)
+    if not can_launch(chosen):
+        return place_plainly(chosen, table, slots)
+    to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
+    launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
+    return to_copy, targets
 
 
 # Copies -------------------------------------------------------------------------------
@@ -201,8 +197,9 @@ def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
             tl.store(target, tl.load(source, mask=word < size), mask=word < size)
 
 
-def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
-    """layout as in `fetch` -> the rows of `chunks` of `_fetch`."""
+@cache
+def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    """Return the `chunks` of `_fetch`, made once, since a captured step cannot copy them."""
     chunks = []
     for start, size in zip(layout[::2], layout[1::2], strict=True):
         start, size = start // 4, size // 4
@@ -210,35 +207,13 @@ def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
             [start + n, slots * start + n, size, min(CHUNK_WORDS, size - n)]
             for n in range(0, size, CHUNK_WORDS)
         ]
-    return chunks
-
-
-@cache
-def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
-    """Return `list_chunks` on the device, made once, since a captured step cannot copy it."""
-    return torch.tensor(list_chunks(layout, slots)).to(device)
+    return torch.tensor(chunks).to(device)
 
 
 @cache
 def _address(address: int, device: torch.device) -> Tensor:
     """Return an address on the device, made once, since a captured step cannot copy it."""
     return torch.tensor([address]).to(device)
-
-
-def fetch_by_kernel(
-    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int], programs: int
-) -> None:
-    """`fetch` on a GPU, in one kernel that reads registered host memory itself.
-
-    Sizes are multiples of 4 bytes.
-    """
-    chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
-    grid = min(len(chunks), programs), len(experts)
-    s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
-    words = pool.view(torch.int32)
-    address = _address(host.data_ptr(), pool.device)
-    tensors = experts, slots, address, words, chunks, len(chunks)
-    launch(_fetch, grid, *tensors, settings=s)
 
 
 def fetch_plainly(
@@ -254,7 +229,7 @@ def fetch_plainly(
 
 
 def fetches_by_kernel(host: Tensor, pool: Tensor, layout: list[int]) -> bool:
-    """Whether a kernel copies: on a GPU, from registered memory, in words of 4 bytes."""
+    """Whether a kernel copies: on a GPU, itself from registered memory, in words of 4 bytes."""
     words = all(size % 4 == 0 for size in layout[1::2])
     return words and can_launch(pool) and host.is_pinned()
 
@@ -274,10 +249,14 @@ def fetch(
     a tensor's slots [R, size] from byte R * start on. programs: of a kernel, at most,
     for each expert. With a few, kernels of other streams run beside it.
     """
-    if fetches_by_kernel(host, pool, layout):
-        fetch_by_kernel(experts, slots, host, pool, layout, programs)
-    else:
+    if not fetches_by_kernel(host, pool, layout):
         fetch_plainly(experts, slots, host, pool, layout)
+        return
+    chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
+    s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
+    address, words = _address(host.data_ptr(), pool.device), pool.view(torch.int32)
+    tensors = experts, slots, address, words, chunks, len(chunks)
+    launch(_fetch, (min(len(chunks), programs), len(experts)), *tensors, settings=s)
 
 
 class Found(NamedTuple):

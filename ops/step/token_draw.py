@@ -80,11 +80,6 @@ def _logit_of(key):
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@jit
-def _token_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
 # Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
 # program clears what `_rank` writes. each: T, if rows are the tokens [B, T] of passes, `passed`.
 @jit(do_not_specialize=("each",))
@@ -249,7 +244,8 @@ def weigh(source, rules, ordered, crowded, s: tl.constexpr):
         before = tl.cumsum(weight, 0) - weight
         weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
     finite = tl.abs(largest) < float("inf")
-    return _token_of(key), tl.where(weight >= min_p, weight, 0.0), finite
+    token = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+    return token, tl.where(weight >= min_p, weight, 0.0), finite
 
 
 @jit
