@@ -57,7 +57,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class OutputGate:
-    """A gate of attention's output (ops/plain/gate.py): `wqkv` makes it after q, k and v."""
+    """A gate of attention's output (`gate_heads`): `wqkv` makes it after q, k and v."""
 
     activation: str  # "sigmoid" or "softplus"
     per_head: bool = False  # one number a head, else one for each number of the output

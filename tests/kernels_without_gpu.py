@@ -60,13 +60,12 @@ from models.layers.layer_rope import LayerRope
 from models.random_weights import first_layers
 from ops.attention import (
     gqa,
-    gqa_settings,
     heads,
     mla,
     softmax,
 )
-from ops.attention.gqa_settings import AttentionSettings
-from ops.attention.gqa_settings import Tile as Blocks
+from ops.attention.gqa import AttentionSettings
+from ops.attention.gqa import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import SWIGLU, Activation, AttentionAdditions
@@ -1148,7 +1147,7 @@ def fused_error(
             mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f),
             mock.patch.object(FusedDecodeAttention, "fused_core", core),
             mock.patch.multiple(
-                gqa_settings,
+                gqa,
                 choose_tiles=lambda *_, tile=tile: iter((tile,)),
                 MAX_PARTS=most,
                 ONE_PART=one_part,
@@ -1191,8 +1190,8 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
 
 def first_block_loads(C: int, itemsize: int) -> int:
     """Return how many 16-byte loads of a lane a block of keys and values takes."""
-    block = next(gqa_settings.choose_tiles(C, itemsize, 1)).block
-    return block * C * 2 * itemsize // (16 * 32 * gqa_settings.WARPS)
+    block = next(gqa.choose_tiles(C, itemsize, 1)).block
+    return block * C * 2 * itemsize // (16 * 32 * gqa.WARPS)
 
 
 def attention_code(
@@ -1261,7 +1260,7 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     """Count waits, starts, spills, loads before the wait and MMAs of eight queries' code."""
     found = {}
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
-        sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
+        sinks, window = (H, 128) if more == "sinks" else (None, gqa.NO_WINDOW)
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
         gate = "sigmoid" if more == "gated" else ""
         layer = replace(layer, gate=gate, full_norm=qk_norm == "full")

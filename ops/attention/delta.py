@@ -57,8 +57,6 @@ from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
-# The kernel ---------------------------------------------------------------------------------------
-
 
 @jit
 def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
@@ -228,9 +226,6 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
                 keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
-
-
-# Launches -----------------------------------------------------------------------------------------
 
 
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))

@@ -303,9 +303,6 @@ def _scan_chunks(
     tl.store(final + state_offsets, state)
 
 
-# Launches -----------------------------------------------------------------------------------------
-
-
 @custom_op("moe_fast::gated_delta_chunk")
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor

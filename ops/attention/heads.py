@@ -1,7 +1,7 @@
 """Heads as kernels of attention load and store them: norm, RoPE, clip, int8 codes.
 
 Letters: M rows of a tile (heads, or tokens), C head dim. `s` has head_dim, eps, clip and the other
-fields of `ops.attention.gqa_settings.AttentionSettings`.
+fields of `ops.attention.gqa.AttentionSettings`.
 """
 
 from ops.launch import add_both, jit, tl

@@ -242,9 +242,6 @@ def _update_heads_of_groups(
         tl.store(arrivals, 0)
 
 
-# Launches -----------------------------------------------------------------------------------------
-
-
 @custom_op("moe_fast::mamba_tokens", mutates_args=("state", "pending", "arrivals"))
 def mamba_tokens(
     zx: Tensor,

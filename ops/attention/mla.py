@@ -114,9 +114,6 @@ def smaller_tiles(tile: Tile) -> Iterator[Tile]:
             yield replace(tile, block=block, stages=stages)
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 @jit
 def _append_token(x, token, s: tl.constexpr):
     """Append a token's latent, normed, and its key, rotated, to the cache."""
@@ -297,9 +294,6 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
         out = tl.sum(weights.to(tl.float32) * mean, 1)
         result = y + (token * s.heads + head) * s.value_dim + row
         tl.store(result, out.to(y.dtype.element_ty), mask=row < s.value_dim)
-
-
-# Launches -----------------------------------------------------------------------------------------
 
 
 def attend_latent_tokens(

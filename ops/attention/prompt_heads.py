@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ops.attention.gqa_settings import AttentionSettings, HeadWeights, decode_settings
+from ops.attention.gqa import AttentionSettings, HeadWeights, decode_settings
 from ops.attention.heads import (
     inverse_rms,
     load_head,

@@ -255,3 +255,14 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | 
 @attend_chunk.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+def gate_heads(heads: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """Multiply heads [..., H * C] by an activation of their gate, [..., H * C] or [..., H].
+
+    activation: one of ops.declared.OUTPUT_GATES.
+    """
+    factor = gate.sigmoid() if activation == "sigmoid" else F.softplus(gate.float()).to(gate.dtype)
+    if gate.shape[-1] == heads.shape[-1]:
+        return heads * factor
+    return (heads.unflatten(-1, (gate.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)

@@ -38,8 +38,6 @@ from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
-# The kernel ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class SumSettings(Product):
@@ -219,9 +217,6 @@ def _multiply_sum(
                 factor = row_scale(weights, row + rows, s)
             if bias is not None:
                 biases = _load_biases(bias, experts, factors, row + rows, s)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 # Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.

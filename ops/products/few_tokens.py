@@ -75,9 +75,6 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FewTiles:
     """How a product of several tokens divides its work. benchmarks/few_tokens.py measures some."""

@@ -49,8 +49,6 @@ MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the l
 PROBES = 32  # words of a message for which a program waits before it reads all of them
 PART = 128  # numbers that a program (one warp) adds, if nothing is normed
 
-# Parameters of the kernel -------------------------------------------------------------------------
-
 
 class Added(NamedTuple):
     """What is added to x: nothing, messages, or y. With `norm` messages are branches, as y is."""
@@ -112,9 +110,6 @@ class Join:
     block = property(lambda s: s.part or triton.next_power_of_2(s.D))
     # Words of a message that a program waits for at first.
     probes = property(lambda s: PROBES if s.D >= PROBES and not s.part else 0)
-
-
-# Kernel -------------------------------------------------------------------------------------------
 
 
 @jit
@@ -288,9 +283,6 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
         count_call(added.calls, call, m)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

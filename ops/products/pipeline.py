@@ -325,9 +325,6 @@ def result_rows(s):
         return row, row >= 0
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 def operand_of(x: Tensor, weight: Weight) -> Tensor:
     """Return x as the kernel reads it. Raises ValueError for a wrong dtype."""
     if weight.kind == "bf16":

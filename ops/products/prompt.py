@@ -208,9 +208,6 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 

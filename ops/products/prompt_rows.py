@@ -44,9 +44,6 @@ class RowSettings:
     block = property(lambda s: min(1024, triton.next_power_of_2(s.width)))  # numbers of a program
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
 @jit
 def _count_pairs(indices, counts, N, s: tl.constexpr):
@@ -147,9 +144,6 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
             part *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
         total += part
     tl.store(y + token.to(tl.int64) * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,9 +48,6 @@ class Check(Draw):
     stream: int = 0  # accepts by its random numbers
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 # Grid [B]. n: N. Padding repeats the sequence's newest token.
 @jit(do_not_specialize=("n",))
 def _begin_pass(
@@ -142,9 +139,6 @@ def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.
     tl.store(state.position + sequence, place + taken)
     seen = state.seen + sequence * s.V
     tl.store(seen + tl.where(number < 0, s.V - 1, number), True, mask=at <= n)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def begin_pass(state: tuple, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

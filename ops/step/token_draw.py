@@ -49,9 +49,6 @@ class Draw:
     max_top_k = property(lambda s: min(s.top, s.V))
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 @jit
 def _edited_logits(source, token, inside):
     """Load logits, those of seen tokens penalized (`sampling.penalize`); NaN becomes inf.
@@ -274,9 +271,6 @@ def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(state.token + row, number)
     tl.store(state.position + row, place + tokens)
     tl.store(seen + tl.where(finite, number, s.V - 1), True)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def draw_tokens(logits: Tensor, state: tuple) -> None:
