@@ -1436,9 +1436,10 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    gqa.PROGRAMS = mla.PROGRAMS = 12 / 132  # some have several blocks, and some none
-    latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
-    return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
+    few = 12 / 132  # programs a multiprocessor: some have several blocks, and some none
+    with mock.patch.object(gqa, "PROGRAMS", few), mock.patch.object(mla, "PROGRAMS", few):
+        latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
+        return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
 @triton.jit
