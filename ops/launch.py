@@ -1,9 +1,6 @@
 """Triton, if installed; kernels, and how they are launched.
 
-A kernel's parameters are tensors, sizes that change from call to call, then `s` and `PDL`. A tensor
-may be None, and several that belong together are a NamedTuple: absent ones cost no pointer, and the
-kernel asks `if bias is not None` at compile time. `s` is the kernel's settings, a frozen dataclass
-as one `tl.constexpr`: `s.heads` is a constant of the compiler (`Constants`).
+ops/README.md has the rules of a kernel's parameters.
 """
 
 import dataclasses
@@ -148,10 +145,7 @@ def compile_only() -> Iterator[list[tuple]]:
 
 @contextmanager
 def collect_only() -> Iterator[list[tuple]]:
-    """Within, launches are noted: they compile nothing and run nothing.
-
-    Yields the list of notes: kernel, and the positional and named arguments of `compile_for`.
-    """
+    """Within, launches are noted, and do not run: kernel, and both arguments of `compile_for`."""
     before, Kernel.collected = Kernel.collected, []
     try:
         yield Kernel.collected

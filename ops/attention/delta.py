@@ -1,6 +1,4 @@
-"""The kernel of the gated delta rule for 1 to 16 tokens of each sequence.
-
-    _update_heads    convolution, gates, update of the state, gated norm
+"""The gated delta rule for 1 to 16 tokens of each sequence, from the projections to the gated norm.
 
 Several tokens may be drafts, of which the last ones are refused. So they are `Pending` after their
 call: the state has not taken them in. The next call begins at the position after those that were
@@ -35,7 +33,6 @@ from ops.attention.delta_state import (
     decay_channels,
     find_gates,
     fit_tiles,
-    gate_factor,
     keep_inputs,
     key_channels,
     load_gates,
@@ -68,10 +65,7 @@ def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
-    """Load a token's inputs of q and k, of v, its output's gate, and what makes its gates.
-
-    found: as of `find_gates`.
-    """
+    """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `find_gates`."""
     qkvz += token * s.row
     gate = as_tile(tl.load(output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
     b, a = own_gates_at(found, token, s)
@@ -101,17 +95,17 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
-        gate = gate_factor(tl.sigmoid(gate), gate, s)
-        out = _norm_head(out, gate * gates[2], s, DTYPE)
+        factor = tl.sigmoid(gate) if s.channel_decay else tl.sigmoid(gate) * gate  # or SiLU
+        out = _norm_head(out, factor * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
 
 
-# Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
-# weights, position and last are loaded before the wait for the projections, which make qkvz and ba.
-# So are pending tokens taken in, of which there are none after another call of one token.
+# Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
+# projections, which make qkvz and ba. So are pending tokens taken in, of which there are none after
+# another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
 # the state after them is not stored. A token is loaded while the one before it is taken in. qkvz
@@ -193,11 +187,11 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         decay, share = load_gates(own_gates_at(found, 0, s), rate, bias)
         qk = convolve(new_keys, key_past, key_taps, s)
         v = convolve(new_values, value_past, value_taps, s)
-        gate = gate_factor(tl.sigmoid(gate) * weight, gate, s)
+        factor = tl.sigmoid(gate) * weight if s.channel_decay else tl.sigmoid(gate) * weight * gate
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
-        out = _norm_head(out, gate, s, DTYPE)
+        out = _norm_head(out, factor, s, DTYPE)
         tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
         if exists:
             if first > 0:
@@ -250,8 +244,7 @@ def delta_tokens(
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
     one token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. Ck and Cv
-    are powers of two (`delta_tokens_supports`). With PDL the kernel reads state, pending, weights,
-    positions and last while the previous kernel runs, which must not write them.
+    are powers of two (`delta_tokens_supports`).
 
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.

@@ -206,10 +206,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 @jit
 def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck].
-
-    rest: the keys' bits in fp32 that bf16 lacks, or None.
-    """
+    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
     # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
     # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
     change = tl.zeros([s.columns, s.key_dim], tl.float32)
@@ -318,9 +315,7 @@ def gated_delta_chunk(
 
 
 @gated_delta_chunk.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
@@ -336,9 +331,7 @@ def state_space_chunk(
 
 
 @state_space_chunk.register_fake
-def _(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(x, b, c, dt, g, skip, state) -> tuple[Tensor, Tensor]:
     return state.new_empty(x.shape), state.new_empty(state.shape)
 
 
@@ -385,7 +378,6 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     of_heads = None if decayed else state
     systems = Systems(*[state] * 3, decayed, of_heads, of_heads) if is_delta else None
     s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
-    assert isinstance(s, RuleSettings)
     if systems:
         systems = _solve_chunks(tokens, state, sizes, s)
     grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)

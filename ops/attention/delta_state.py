@@ -46,10 +46,7 @@ class Pending(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a layer remembers, its weights, and where a call's tokens are.
-
-    With PDL kernels read all of it before they wait for the projections.
-    """
+    """A layer's memory, its weights, and where a call's tokens are: all is read before the wait."""
 
     state: Tensor
     pending: Pending
@@ -130,10 +127,7 @@ def as_tile(x, s: tl.constexpr):
 @jit
 def like_tile(x, tile, s: tl.constexpr):
     """Return x as a tile of four dimensions if `tile` is one."""
-    if len(x.shape) < len(tile.shape):
-        return as_tile(x, s)
-    else:
-        return x
+    return as_tile(x, s) if len(x.shape) < len(tile.shape) else x
 
 
 @jit
@@ -206,10 +200,7 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 @jit
 def count_real(last, sequence, tokens):
     """Return how many of the sequence's tokens are real."""
-    if last is not None:
-        return tl.load(last + sequence).to(tl.int32) + 1
-    else:
-        return tokens
+    return tl.load(last + sequence).to(tl.int32) + 1 if last is not None else tokens
 
 
 @jit
@@ -222,10 +213,7 @@ def count_accepted(first, place, real, s: tl.constexpr):
 @jit
 def memory_row(pending, sequence):
     """Return the row of the memory that a sequence has."""
-    if pending.row is not None:
-        return tl.load(pending.row + sequence)
-    else:
-        return sequence
+    return tl.load(pending.row + sequence) if pending.row is not None else sequence
 
 
 @jit
@@ -264,10 +252,7 @@ def convolve(x, past, taps, s: tl.constexpr):
 
 @jit
 def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs of channels, then those of several tokens, which are pending.
-
-    own: the first token's inputs; None: there are no tokens.
-    """
+    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'."""
     for n in tl.static_range(s.width - 1):
         tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
     if not s.is_one and own is not None:
@@ -314,19 +299,13 @@ def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
 def own_gates_at(found, token, s: tl.constexpr):
     """Return where a token of the call has b, and a. found: as of `find_gates`."""
     b = found[0] + token * s.ba_row
-    if s.channel_decay:
-        return b, found[1] + token * s.decays
-    else:
-        return b, b + s.heads
+    return (b, found[1] + token * s.decays) if s.channel_decay else (b, b + s.heads)
 
 
 @jit
 def output_gate_at(qkvz, found, token, s: tl.constexpr):
     """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
-    if s.channel_decay:
-        return found[2] + token * s.outputs
-    else:
-        return qkvz + s.outputs
+    return found[2] + token * s.outputs if s.channel_decay else qkvz + s.outputs
 
 
 @jit
@@ -338,19 +317,7 @@ def pending_gates_at(pending, row, token, head, s: tl.constexpr):
 @jit
 def pending_decays(head, s: tl.constexpr):
     """Return how far a pending token's a is from its b."""
-    if s.channel_decay:
-        return s.heads - head + decay_channels(head, s)
-    else:
-        return s.heads
-
-
-@jit
-def gate_factor(x, gate, s: tl.constexpr):
-    """Return x, times the gate if its activation is SiLU. The sigmoid is the caller's."""
-    if s.channel_decay:
-        return x
-    else:
-        return x * gate
+    return s.heads - head + decay_channels(head, s) if s.channel_decay else s.heads
 
 
 @jit

@@ -13,10 +13,6 @@ so do thread block clusters, which exchange parts through shared memory (H100).
 No program waits for another: each computes the keys and values of the call's own tokens itself, and
 reads only earlier positions from the cache.
 
-With programmatic dependent launch (PDL, Hopper and newer) a program loads its first block of the
-cache while `wqkv` runs, and prefetches its second one into L2. `wqkv` and the kernel before it must
-not write what is read before the wait: the cache, RoPE, positions, norm weights and sinks.
-
 `attend_int8` is for compiled attention: q is normed and rotated, its own keys are in the cache.
 
 Letters: B sequences, Q queries of each, S positions of the cache, H query heads, K KV heads,
@@ -227,18 +223,6 @@ def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.de
     return min(MAX_PARTS, count_parts(programs, length, s.tile.block, device, side_by_side))
 
 
-def choose_few_parts(programs: int, s: KernelSettings, device: torch.device) -> int:
-    """Return up to how many parts are one block, for this many programs of each part.
-
-    One query of an int8 cache: as many as the multiprocessors. More parts take longer to merge
-    than their programs save (H100).
-    """
-    if s.queries > 1:
-        return MAX_PARTS
-    processors = gpu_of(device).multiprocessors
-    return min(MAX_PARTS, max(1, processors // programs) if s.int8 else FEW_PARTS)
-
-
 def takes_queries(Q: int, C: int) -> bool:
     """Whether the kernels take this many queries of a sequence, with heads of C numbers."""
     if C & C - 1 or not 16 <= C <= 512:
@@ -261,10 +245,7 @@ def one_part(Q: int, C: int, itemsize: int) -> int:
 def divide(
     qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int, reach: int | None = None
 ) -> Iterator[KernelSettings]:
-    """Yield settings of the kernels, the fastest first.
-
-    width: of RoPE's rows. reach: as of `attend_tokens`.
-    """
+    """Yield settings, the fastest first. width: of RoPE's rows. reach: as of `attend_tokens`."""
     (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
     longest = S if reach is None else min(S, reach)
     C, length, int8 = layer.head_dim, min(longest, layer.window), stored.scales is not None
@@ -279,7 +260,11 @@ def divide(
             one_part=tile.block * (2 if Q == 1 and not int8 else 1),
         )
         P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
-        yield replace(s, parts=P, few_parts=choose_few_parts(B * s.pairs, s, qkv.device))
+        # One query of an int8 cache: as many parts as multiprocessors are one block. More parts
+        # take longer to merge than their programs save (H100).
+        processors = gpu_of(qkv.device).multiprocessors
+        few = min(MAX_PARTS, max(1, processors // (B * s.pairs))) if int8 else FEW_PARTS
+        yield replace(s, parts=P, few_parts=MAX_PARTS if Q > 1 else few)
 
 
 def int8_settings(

@@ -191,7 +191,6 @@ def _prefetch_block(cache, begin, end, s: tl.constexpr):
         prefetch(cache[2] + begin * s.width, count * row_bytes)
 
 
-# One function: its speed depends on the order of waits and loads. A reader should see it whole.
 @jit
 def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
     """Compute a program of `attend_kernel`, in blocks of BLOCK positions; one block, if it is wide.

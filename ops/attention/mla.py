@@ -204,9 +204,8 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 # Grid [P, tiles of M rows, B]: a program attends with M rows, each one head of one query, to every
 # P-th block of positions. Parts without positions have no result. A row that sees none of a part's
 # positions has the largest score -inf, and no weight in the merge.
-#
-# One function: its order of loads and waits decides its speed. It prefetches the first block of the
-# cache into L2, except the newest position: loaded into registers, a block made the loop spill.
+# It prefetches the first block of the cache into L2, except the newest position: loaded into
+# registers, a block made the loop spill.
 @jit
 def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
@@ -302,9 +301,8 @@ def attend_latent_tokens(
     """Attend with Q tokens of each sequence, and append their latents -> [T, H * V].
 
     The reference is `LatentAttention.core`, but for q's projection. layer: without what a call
-    adds. The cache has the dtype of q, or is int8. With PDL the kernels read weights alone while
-    the previous kernel runs, which must not write them. Raises ValueError for sizes that they do
-    not compute.
+    adds. The cache has the dtype of q, or is int8. Raises ValueError for sizes that they do not
+    compute.
     """
     (B, Q), T, S = x.positions.shape, len(x.q), x.cache.shape[3]
     H, rank = layer.heads, layer.rank

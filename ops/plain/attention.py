@@ -161,10 +161,7 @@ def attend_blocks(
         return is_visible(positions[b, query], key, window)
 
     mask = BlockMask.from_kv_blocks(
-        *blocks,
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=visible,
-        seq_lengths=(q.shape[1], k.shape[2]),
+        *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, seq_lengths=(q.shape[1], k.shape[2])
     )
     options = {"block_mask": mask, "enable_gqa": True}
     if q.shape[1] * (q.shape[2] // k.shape[1]) > BLOCK:
@@ -258,10 +255,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None)
 
 
 def gate_heads(heads: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """Multiply heads [..., H * C] by an activation of their gate, [..., H * C] or [..., H].
-
-    activation: one of ops.declared.OUTPUT_GATES.
-    """
+    """Multiply heads [..., H * C] by one of OUTPUT_GATES of a gate, [..., H * C] or [..., H]."""
     factor = gate.sigmoid() if activation == "sigmoid" else F.softplus(gate.float()).to(gate.dtype)
     if gate.shape[-1] == heads.shape[-1]:
         return heads * factor

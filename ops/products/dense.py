@@ -106,8 +106,6 @@ def _load_biases(bias, experts, factors, rows, s):
 #
 # With `send` the result is not stored in y, but sent to all ranks: ops/ranks/mailbox.py. A
 # row that two programs compute is sent twice, with the same bits.
-#
-# One piece: its speed is the order of its loads and waits, which a reader should see whole.
 @jit
 def _multiply_sum(
     x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
@@ -280,8 +278,6 @@ def dense_product(
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: of one token x is loaded before the wait, too, so that the
     product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
-
-    With PDL, all but x is loaded while the previous kernel runs, which must not write it.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
     None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot

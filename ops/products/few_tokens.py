@@ -126,10 +126,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
-    """Return a weight's tensors as these kernels read them: codes as units of 16 bits.
-
-    plain: the dtype of weights that are not packed, which is that of x.
-    """
+    """Return tensors with codes as units of 16 bits. plain: the dtype of bf16's, that of x."""
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":

@@ -170,8 +170,6 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
-#
-# One function: its order of loads and waits decides its speed.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
@@ -368,8 +366,7 @@ def norm_router(
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
-    the norm of their sum. The results are bitwise identical on all ranks. With PDL, all but x and
-    the branch is loaded while the previous kernel runs; with an inbox x, too.
+    the norm of their sum. The results are bitwise identical on all ranks.
     """
     before.check(x)
     (N, D), T, messages = before.rows.shape, len(x), {}
@@ -399,8 +396,6 @@ def norm_tokens(
     """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`.
 
     norm [G, D]: T tokens have G rows each, with weights of their own.
-
-    With PDL, the next kernel starts at once: a product, which loads its weights meanwhile.
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
@@ -416,8 +411,7 @@ def add_branch(
     """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms.
 
     inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y. Without a norm
-    the result is x + scale * the sum of messages [D], bitwise identical on all ranks. With PDL x is
-    loaded while the previous kernel runs, which must not write it.
+    the result is x + scale * the sum of messages [D], bitwise identical on all ranks.
     """
     total, (T, D) = torch.empty_like(x), x.shape
     branches = 1 if added.branch_norms is None else len(added.branch_norms)

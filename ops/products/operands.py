@@ -211,12 +211,11 @@ def _load_pairs(x, chunk, s):
 @jit
 def _load_in_order(x, chunk, s):
     """Load the operands of a chunk of quantized x, as `quantize` returns them."""
-    OPERANDS: tl.constexpr = s.operands
     at = tl.arange(0, s.lanes * 4)
     quad = chunk * s.lanes + at // 4
     operands = ()
-    for n in tl.static_range(OPERANDS):
-        words = x + (quad * (4 * OPERANDS) + at % 4) + 4 * n
+    for n in tl.static_range(s.operands):
+        words = x + (quad * (4 * s.operands) + at % 4) + 4 * n
         words = tl.max_contiguous(tl.multiple_of(words, 32), 4)
         operands = operands + (tl.load(words, mask=quad < s.quads, other=0),)
     return operands

@@ -88,9 +88,6 @@ def replace(values, at: tl.constexpr, value):
     return values[:at] + (value,) + values[at + 1 :]
 
 
-# Loads --------------------------------------------------------------------------------------------
-
-
 @jit
 def load_parts(x, chunk, s):
     """Load the x of a chunk, which is quantized or not, of each of the program's tokens."""
@@ -194,9 +191,6 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
     return found
 
 
-# A tile -------------------------------------------------------------------------------------------
-
-
 @jit
 def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     """Multiply a tile, and prefetch -> the lanes' sums [ROWS, LANES], a tuple of the tokens'.
@@ -280,10 +274,7 @@ def sum_shared(total, s):
 
 @jit
 def sum_normed(total, squares, s):
-    """Do what `sum_shared` does, and divide by the RMS of x. Warps exchange both sums at once.
-
-    squares: as of `lane_squares`.
-    """
+    """`sum_shared`, divided by the RMS of x (`lane_squares`). Warps exchange both sums at once."""
     WARPS: tl.constexpr = s.lanes // 32
     NUMBERS: tl.constexpr = s.quads * 4 * s.fields
     total = _share_rows(tl.reshape(total, [s.rows, WARPS, 32]), 16)

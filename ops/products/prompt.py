@@ -54,9 +54,6 @@ BYTES_PER_SECOND = 4e12  # of kernels that only read and write rows
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
-# Tiles --------------------------------------------------------------------------------------------
-
-
 @jit
 def _find_rows(tile, group_ends, s: tl.constexpr):
     """Return a tile's expert, its first row of x, and the end of the expert's rows.
@@ -302,7 +299,6 @@ def grouped_gemm(
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
-    assert isinstance(s, PromptSettings)
     tiles, blocks = triton.cdiv(N, s.tile.rows) + E - 1, triton.cdiv(results, s.block)
     times = triton.cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
     launch(_grouped, (triton.cdiv(blocks, times), tiles, times), *given, settings=s, **options)

@@ -166,10 +166,7 @@ def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | None) -> Tensor:
-    """x [T, D], integers pairs [N], `active` of each token -> the token of each pair [N, D].
-
-    pairs None: all tokens, once.
-    """
+    """x [T, D] -> the token of each of pairs [N], `active` a token, [N, D]; None: all, once."""
     count, width = len(x) if pairs is None else len(pairs), x.shape[1]
     y = x.new_empty(count, width)
     s = RowSettings(width, active)

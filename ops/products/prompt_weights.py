@@ -87,10 +87,7 @@ def grouped_run(width: int, bits: int) -> int:
 def prompt_operands(
     parts: dict[str, Tensor], kind: str, bits: int, group: int
 ) -> tuple[WeightTensors, int, int]:
-    """Return the tensors of a packed weight, its bits and group, for kernels.
-
-    Codes and bits above them are units of 16 bits there.
-    """
+    """Return a packed weight's tensors, codes as units of 16 bits, its bits and its group."""
     tensors = kernel_tensors(parts, kind)
     if kind in GGUF:
         bits, group = BITS[kind], 32

@@ -1,8 +1,7 @@
 """How one token's products divide their work among programs: a table, and a default beside it.
 
-A tile is some rows of the result. A program multiplies it in chunks: LANES neighboring quads (16
-bytes of codes) of each of its rows. Wide chunks waste the end of x, and exchange x between warps.
-Many rows a program use what it prepares of x more often, but then fewer programs run at once.
+Wide chunks waste the end of x, and exchange x between warps. Many rows a program use what it
+prepares of x more often, but then fewer programs run at once.
 
 tilings.json has the measured tiles, by GPU class, kind and loads, and shape; benchmarks/tune.py
 measures and writes them. A shape or a GPU that is not there gets the default of its kind.

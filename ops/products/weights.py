@@ -1,8 +1,4 @@
-"""Weights as the kernels read them: packed codes of a number format, with scales and zeros.
-
-A quad is 16 bytes of a row's codes, four words: 8 bf16 numbers, 16 codes of 8 bits, 32 of 4 bits or
-64 of 2 bits.
-"""
+"""Weights as the kernels read them: packed codes of a number format, with scales and zeros."""
 
 from dataclasses import dataclass
 from math import prod

@@ -91,10 +91,9 @@ def find_outboxes(slots, calls, s: tl.constexpr):
 
     The kernel that received the previous call must have ended: load after gdc_wait.
     """
-    RANKS: tl.constexpr = s.ranks
     call = tl.load(calls) + 1
     outboxes = ()
-    for rank in tl.static_range(RANKS):
+    for rank in tl.static_range(s.ranks):
         slot = tl.load(slots + rank).to(tl.pointer_type(tl.int32))
         outboxes = outboxes + (slot + (call & 1) * s.half + s.begin,)
     return outboxes, call

@@ -87,10 +87,8 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     SLOTS: tl.constexpr = s.slots
     E: tl.constexpr = s.E
     P: tl.constexpr = s.pairs
-    E_POW2: tl.constexpr = s.experts_tile
-    P_POW2: tl.constexpr = s.pairs_tile
     slot, last_use, counters = table.slot, table.last_use, table.counters
-    p, e = tl.arange(0, P_POW2), tl.arange(0, E_POW2)
+    p, e = tl.arange(0, s.pairs_tile), tl.arange(0, s.experts_tile)
     ids = tl.load(chosen + p, mask=p < P, other=-1)
     valid = (ids >= 0) & (ids < E)
     same = (ids[:, None] == ids[None, :]) & valid[:, None]
@@ -179,7 +177,6 @@ class Fetch:
 # ops/compile_ahead.py for each layer and run.
 @jit
 def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
-    CHUNK: tl.constexpr = s.chunk
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
@@ -187,7 +184,7 @@ def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
         blob = tl.load(host).to(tl.pointer_type(tl.int32)) + expert * s.blob_words
         for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
             row = chunks + chunk * 4
-            word, size = tl.arange(0, CHUNK), tl.load(row + 3)
+            word, size = tl.arange(0, s.chunk), tl.load(row + 3)
             source = blob + tl.load(row) + word
             target = pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
             if s.vectorize:  # a lane copies 4 words at once

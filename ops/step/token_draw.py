@@ -288,11 +288,7 @@ def draw_tokens(logits: Tensor, state: tuple) -> None:
 
 
 def order_largest(
-    logits: Tensor,
-    seen: Tensor,
-    passed: Tensor | None,
-    controls: Tensor,
-    s: Draw,
+    logits: Tensor, seen: Tensor, passed: Tensor | None, controls: Tensor, s: Draw
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, 2, TOP], and `crowded` [R].
 
