@@ -106,15 +106,6 @@ def _expand(values, COUNT: tl.constexpr):
 
 
 @jit
-def _expand_pairs(even, odd, COUNT: tl.constexpr):
-    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
-    BN: tl.constexpr = even.shape[0]
-    n: tl.constexpr = even.shape[1]
-    both = tl.join(even, odd)[:, :, None, :]
-    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
-
-
-@jit
 def load_above(plane, rows, start, s: tl.constexpr):
     """Load the bits above the codes of BK numbers -> int16 [BN, units].
 
@@ -169,7 +160,10 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     offset = 0.0
     if s.kind == "nvfp4":
         even, odd = pair_factors(scale, DTYPE)
-        factor = _expand_pairs(even, odd, COUNT)
+        both = tl.join(even, odd)[:, :, None, :]  # of even and of odd units
+        n: tl.constexpr = even.shape[1]
+        both = tl.broadcast_to(both, [even.shape[0], n, COUNT // n // 2, 2])
+        factor = tl.reshape(both, [even.shape[0], COUNT])
     else:
         if s.kind == "mxfp4":
             scale = e2m1_factor(scale.to(tl.int32), DTYPE)

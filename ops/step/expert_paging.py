@@ -4,14 +4,6 @@ The GPU keeps R of a layer's E experts in slots. `page` looks the chosen experts
 miss it copies some into the slots of the least recently used ones. It leaves the others to the CPU
 (ops/step/cpu_share.py). Everything runs on the device, so that a decode step can be captured in a
 CUDA graph.
-
-The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
-
-    slot      [E]  an expert's slot; R if it is not cached
-    last_use  [E]  clock value of its last use
-    counters  [4]  clock, hits, misses, and misses that are not copied. A call with P chosen
-                   experts adds P to the clock
-    copies    [N]  how many of n misses are copied; more misses than N - 1 are all copied
 """
 
 from dataclasses import dataclass
@@ -30,12 +22,13 @@ MAX_PAIRS = 128  # chosen experts of a call, P
 
 
 class Table(NamedTuple):
-    """A layer's table, as above."""
+    """A layer's table: buffers of `offload.cache.DeviceExpertCache`, int64."""
 
-    slot: Tensor
-    last_use: Tensor
+    slot: Tensor  # [E]: an expert's slot; R if it is not cached
+    last_use: Tensor  # [E]: clock value of its last use
+    # [4]: clock, hits, misses, and misses that are not copied. A call adds P to the clock.
     counters: Tensor
-    copies: Tensor
+    copies: Tensor  # [N]: how many of n misses are copied; of more than N - 1 all are
 
 
 @dataclass(frozen=True)
