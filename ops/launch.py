@@ -210,9 +210,7 @@ def fit(kernel: Kernel, candidates: Iterable[tuple[S, dict]], *args) -> tuple[S,
     """
     candidates = iter(candidates)
     fastest = next(candidates)
-    if not isinstance(kernel, Kernel):  # Triton's interpreter
-        return fastest
-    if Kernel.collected is not None:
+    if not isinstance(kernel, Kernel) or Kernel.collected is not None:  # or Triton's interpreter
         return fastest
     types, limit = tuple(map(key_of, args)), shared_memory(args)
     key = limit, types, fastest[0], *fastest[1].items()

@@ -97,14 +97,11 @@ def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: t
 
 @jit
 def append(entries, scales, x, position, is_stored, C: tl.constexpr):
-    """Store heads x [R, C] at positions [R, 1] of a cache; return them as they are read there.
-
-    An int8 cache gets codes and scales as of `formats.kv_cache.quantize_int8`; x is then fp32.
-    """
+    """Store heads x [R, C] at positions [R, 1] of a cache; return them as they are read there."""
     if scales is not None:
         x = x.to(tl.float32)
         scale = int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
-        codes, x = int8_codes(x, scale)
+        codes, x = int8_codes(x, scale)  # as `formats.kv_cache.quantize_int8`
         even, odd = tl.split(tl.reshape(codes.to(tl.int16), [x.shape[0], C // 2, 2]))
         units = (even & 255) | (odd << 8)
         at = position * (C // 2) + tl.arange(0, C // 2)[None, :]

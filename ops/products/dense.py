@@ -319,10 +319,7 @@ def launch_sum(
     send: TokenInbox | None,
     how: tuple[Tiles | None, dict],
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`.
-
-    Raises ValueError for a result that cannot be sent.
-    """
+    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`."""
     tiles, fields = how
     if send is not None:
         if y.element_size() != 2:

@@ -144,10 +144,7 @@ def _stores(d, s: tl.constexpr):
 
 @jit
 def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
-    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D].
-
-    biases: as of `_load_score_biases`.
-    """
+    """Store the scores of experts: rows [ROWS, D], value [D]. biases: `_load_score_biases`."""
     dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     if router.bias is not None:
         dots += biases[0]

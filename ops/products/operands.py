@@ -13,8 +13,6 @@ from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair
 
-# x of a chunk -------------------------------------------------------------------------------------
-
 
 @jit
 def load_x(x, chunk, s, VOLATILE: tl.constexpr = False):
@@ -110,9 +108,6 @@ def _normed(raw, norm, k: tl.constexpr):
     """Return field k of x, fp32, times the norm's weight if there is one."""
     value = raw[k].to(tl.float32)
     return value if norm is None else value * norm[k].to(tl.float32)
-
-
-# x as integers ------------------------------------------------------------------------------------
 
 
 @jit

@@ -99,10 +99,7 @@ def load_parts(x, chunk, s):
 
 @jit
 def load_beside(x, factors, chunk, s):
-    """Load what x of a chunk is multiplied by: the norm's weight, or routing weights.
-
-    Those are [1, LANES // 32, 32], of each quad's expert.
-    """
+    """Load what x of a chunk is multiplied by: the norm's weight, or each quad's routing weight."""
     if x.norm is not None:
         return load_norm(x.norm, chunk, s)
     elif s.gather:
@@ -233,9 +230,6 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
             xs = replace(xs, c % DEPTH, load_parts(x, c + DEPTH, s))
             besides = replace(besides, c % DEPTH, load_beside(x, factors, c + DEPTH, s))
     return totals, second, squares, tiles
-
-
-# Sums over lanes ----------------------------------------------------------------------------------
 
 
 @jit

@@ -89,10 +89,7 @@ def empty_quantized(
 def empty_norm(
     x: Tensor, weight: Weight | None, programs: int, warps: int
 ) -> tuple[Tensor | QuantizedX, Layout | None]:
-    """Return where a kernel stores the norm of x [T, D], and its layout.
-
-    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
-    """
+    """Return where a kernel stores the norm of x [T, D], for integers a `QuantizedX`; layout."""
     if weight is None or not weight.integers:
         return torch.empty_like(x), None
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(weight.quads, programs)))

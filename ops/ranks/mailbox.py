@@ -82,9 +82,6 @@ def can_receive(x: Tensor, ranks: int, branches: int = 1) -> bool:
     return D % 8 == 0 and branches * D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
 
 
-# Sending ------------------------------------------------------------------------------------------
-
-
 @jit
 def find_outboxes(slots, calls, s: tl.constexpr):
     """Return where a product's part of this call's message belongs on each rank, and the number.
@@ -105,9 +102,6 @@ def send_rows(values, outboxes, call, at, stores, RANKS: tl.constexpr):
     words = values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | call << 16
     for rank in tl.static_range(RANKS):
         tl.store(outboxes[rank] + at, words, mask=stores)
-
-
-# Receiving ----------------------------------------------------------------------------------------
 
 
 @jit
