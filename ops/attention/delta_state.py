@@ -25,14 +25,6 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [Cv]
 
 
-class Gates(NamedTuple):
-    """What gives the gates of a call's tokens, but for those that are beside q, k and v."""
-
-    ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
-    a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
-    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
-
-
 class Pending(NamedTuple):
     """What a sequence's state has not taken in: the tokens of its last call, if they were several.
 
@@ -269,59 +261,3 @@ def convolve_stored(inputs, taps, s: tl.constexpr):
         x = tl.load(inputs + n * s.channels)
         total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
     return (total * tl.sigmoid(total)).to(inputs.dtype.element_ty).to(tl.float32)
-
-
-@jit
-def decay_channels(head, s: tl.constexpr):
-    """Return which of all decays are a head's: one; or those of its channels, as q and k are."""
-    if s.channel_decay:
-        NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
-        return head * s.key_dim + tl.arange(0, NUMBERS) % s.key_dim
-    else:
-        return head
-
-
-@jit
-def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
-    """Return where a sequence's first token has what makes a head's gates.
-
-    b, and with a decay for each channel a of these, and the output's gate less the place of v.
-    """
-    b = gates.ba + sequence * tokens * s.ba_row + head
-    if s.channel_decay:
-        a = gates.a + sequence * tokens * s.decays + decay_channels(head, s)
-        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
-    else:
-        return b, b, b
-
-
-@jit
-def own_gates_at(found, token, s: tl.constexpr):
-    """Return where a token of the call has b, and a. found: as of `find_gates`."""
-    b = found[0] + token * s.ba_row
-    return (b, found[1] + token * s.decays) if s.channel_decay else (b, b + s.heads)
-
-
-@jit
-def output_gate_at(qkvz, found, token, s: tl.constexpr):
-    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
-    return found[2] + token * s.outputs if s.channel_decay else qkvz + s.outputs
-
-
-@jit
-def pending_gates_at(pending, row, token, head, s: tl.constexpr):
-    """Return where a pending token has b of a head. Its a is `pending_decays` further."""
-    return pending.gates + (row * s.most + token) * s.gates + head
-
-
-@jit
-def pending_decays(head, s: tl.constexpr):
-    """Return how far a pending token's a is from its b."""
-    return s.heads - head + decay_channels(head, s) if s.channel_decay else s.heads
-
-
-@jit
-def load_gates(at, rate, bias):
-    """Return a token's decay and share. at: where its b and a are."""
-    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
-    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)

@@ -85,11 +85,6 @@ class FewTiles:
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
 
-    def __str__(self) -> str:
-        tokens = "" if self.tokens == BLOCK else f" tokens {self.tokens}"
-        x = f", {self.x_depth} of x" if self.x_depth else ""
-        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{x}{tokens}"
-
 
 def words_of_lane(weight: Weight) -> int:
     """Return the words that a lane loads at once, so that four lanes' are within a group."""

@@ -36,11 +36,6 @@ class Tiles:
         if self.rows > 32:  # lanes of a warp, which share their sums
             raise ValueError(f"a program of {self.rows} rows: 32 are the most")
 
-    def __str__(self) -> str:
-        text = f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
-        text += ", staying" if self.stay else ""
-        return text + (f", {self.registers} registers" if self.registers else "")
-
     # Options of `launch` for a kernel with these tiles.
     options = property(lambda s: dict(warps=s.warps, stages=1, registers=s.registers))
 
