@@ -8,7 +8,7 @@
 Kernels of several layers run in turn in one CUDA graph, each waiting for the one before, as in a
 decode step; L2 holds no cache. us are of one layer, GB/s count the keys and values that are read.
 "differs" is the relative difference from plain attention. "parts" is the most that a launch has.
---tiles tries other tiles than `ops.attention.gqa_settings.choose_tiles`, as positions x stages,
+--tiles tries other tiles than `ops.attention.gqa.choose_tiles`, as positions x stages,
 with "w" for two blocks as one; --parts other numbers of parts at most. --reach is a bound of the
 positions, as a session gives it.
 """
@@ -26,8 +26,8 @@ from formats.kv_cache import KV_CACHES
 from model import Attention, Context, KVCache, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
-from ops.attention import gqa_settings
-from ops.attention.gqa_settings import (
+from ops.attention import gqa
+from ops.attention.gqa import (
     MAX_PARTS,
     MAX_QUERIES,
     Stored,
@@ -102,7 +102,7 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
             chosen = {"MAX_PARTS": parts}
             if tile:
                 chosen["choose_tiles"] = lambda *_, tile=tile: iter((tile,))
-            with mock.patch.multiple(gqa_settings, **chosen):
+            with mock.patch.multiple(gqa, **chosen):
                 error = difference(layer, inputs[0], context, options.reach)
                 us = graph_seconds(step, range(count)) * 1e6
                 settings = decode_settings(layer.settings)

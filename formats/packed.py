@@ -23,8 +23,8 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
-from ops.products.prompt_dense import MANY_ROWS, multiply_unpacked
 from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_weights import MANY_ROWS, multiply_unpacked
 from ops.products.weights import BITS, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel

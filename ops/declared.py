@@ -31,9 +31,7 @@ class Activation:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"no kernel for the activation {self.kind!r}: known are {known}")
 
-    @property
-    def gated(self) -> bool:
-        return self.kind != "relu_squared"
+    gated = property(lambda s: s.kind != "relu_squared")
 
 
 SWIGLU, RELU_SQUARED = Activation(), Activation("relu_squared")
@@ -54,15 +52,12 @@ class Routing:
     shared: int = 0  # S, experts that every token uses
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 
-    @property
-    def pairs(self) -> int:
-        """Experts of a token, A + S."""
-        return self.active + self.shared
+    pairs = property(lambda s: s.active + s.shared)  # experts of a token, A + S
 
 
 @dataclass(frozen=True)
 class OutputGate:
-    """A gate of attention's output (ops/plain/gate.py): `wqkv` makes it after q, k and v."""
+    """A gate of attention's output (`gate_heads`): `wqkv` makes it after q, k and v."""
 
     activation: str  # "sigmoid" or "softplus"
     per_head: bool = False  # one number a head, else one for each number of the output

@@ -18,32 +18,15 @@ class Gpu(NamedTuple):
     shared_memory: int  # bytes that a program (a CUDA block) may use
     multiprocessors: int
 
-    @property
-    def is_nvidia(self) -> bool:
-        return self.capability > (0, 0)
-
-    @property
-    def runs_kernels(self) -> bool:
-        """Whether our Triton kernels run: on NVIDIA GPUs with PTX for bf16, which they contain."""
-        return self.capability >= (8, 0)
-
-    @property
-    def has_pdl(self) -> bool:
-        """Whether it has programmatic dependent launch (PDL): Hopper and later.
-
-        With PDL a kernel starts while the previous one is still running, and waits for it
-        explicitly.
-        """
-        return self.capability >= (9, 0)
-
-    @property
-    def has_grouped_mm(self) -> bool:
-        """Whether `F.grouped_mm` has a kernel for bf16.
-
-        Elsewhere it loops over the experts and reads their rows' ends on the host, which a CUDA
-        graph cannot contain.
-        """
-        return self.capability[0] in (9, 10)
+    is_nvidia = property(lambda s: s.capability > (0, 0))
+    # Whether our Triton kernels run: on NVIDIA GPUs with PTX for bf16, which they contain.
+    runs_kernels = property(lambda s: s.capability >= (8, 0))
+    # Programmatic dependent launch (PDL), Hopper and later: a kernel starts while the previous one
+    # is still running, and waits for it explicitly.
+    has_pdl = property(lambda s: s.capability >= (9, 0))
+    # `F.grouped_mm` has a kernel for bf16. Elsewhere it loops over the experts, and reads on the
+    # host where their rows end, which a CUDA graph cannot contain.
+    has_grouped_mm = property(lambda s: s.capability[0] in (9, 10))
 
     def __str__(self) -> str:
         major, minor = self.capability

@@ -1,9 +1,6 @@
 """Triton, if installed; kernels, and how they are launched.
 
-A kernel's parameters are tensors, sizes that change from call to call, then `s` and `PDL`. A tensor
-may be None, and several that belong together are a NamedTuple: absent ones cost no pointer, and the
-kernel asks `if bias is not None` at compile time. `s` is the kernel's settings, a frozen dataclass
-as one `tl.constexpr`: `s.heads` is a constant of the compiler (`Constants`).
+ops/README.md has the rules of a kernel's parameters.
 """
 
 import dataclasses
@@ -148,10 +145,7 @@ def compile_only() -> Iterator[list[tuple]]:
 
 @contextmanager
 def collect_only() -> Iterator[list[tuple]]:
-    """Within, launches are noted: they compile nothing and run nothing.
-
-    Yields the list of notes: kernel, and the positional and named arguments of `compile_for`.
-    """
+    """Within, launches are noted, and do not run: kernel, and both arguments of `compile_for`."""
     before, Kernel.collected = Kernel.collected, []
     try:
         yield Kernel.collected
@@ -174,23 +168,13 @@ def shared_memory(args: Sequence) -> int:
     return gpu_of(device_of(args)).shared_memory
 
 
-def launch(
-    kernel: Kernel,
-    grid: tuple[int, ...],
-    *args,
-    settings: object,
-    warps: int = 4,
-    stages: int | None = None,
-    registers: int | None = None,
-    pdl: bool = True,
-) -> None:
+def launch(kernel: Kernel, grid: tuple[int, ...], *args, settings: object, **options) -> None:
     """Launch a kernel: its parameters are `args`, then `s` and, if it waits for others, PDL.
 
-    args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. warps: of a
-    program. stages: loads in flight of a pipelined loop. registers: most of a lane. None: Triton's
-    choice. pdl: launch with programmatic dependent launch where the GPU has it.
+    args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. options: as
+    of `launch_options`.
     """
-    kernel[grid](*args, settings, **launch_options(kernel, args, warps, stages, registers, pdl))
+    kernel[grid](*args, settings, **launch_options(kernel, args, **options))
 
 
 def launch_options(
@@ -201,7 +185,11 @@ def launch_options(
     registers: int | None = None,
     pdl: bool = True,
 ) -> dict:
-    """Return Triton's options for the arguments of `launch`."""
+    """Return Triton's options for the arguments of `launch`.
+
+    warps: of a program. stages: loads in flight of a pipelined loop. registers: most of a lane.
+    None: Triton's choice. pdl: launch with programmatic dependent launch where the GPU has it.
+    """
     options: dict = {"num_warps": warps}
     if stages is not None:
         options["num_stages"] = stages
@@ -222,9 +210,7 @@ def fit(kernel: Kernel, candidates: Iterable[tuple[S, dict]], *args) -> tuple[S,
     """
     candidates = iter(candidates)
     fastest = next(candidates)
-    if not isinstance(kernel, Kernel):  # Triton's interpreter
-        return fastest
-    if Kernel.collected is not None:
+    if not isinstance(kernel, Kernel) or Kernel.collected is not None:  # or Triton's interpreter
         return fastest
     types, limit = tuple(map(key_of, args)), shared_memory(args)
     key = limit, types, fastest[0], *fastest[1].items()

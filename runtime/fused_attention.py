@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model import Attention, Context, RMSNorm, Transformer
-from ops.attention.gqa import attend_tokens
-from ops.attention.gqa_settings import NO_WINDOW, AttentionSettings, one_part, takes_queries
+from ops.attention.gqa import NO_WINDOW, AttentionSettings, attend_tokens, one_part, takes_queries
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
 from ops.plain.ring import Ring

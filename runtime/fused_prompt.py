@@ -17,8 +17,7 @@ from ops.attention.prompt_heads import KERNEL as HEADS
 from ops.attention.prompt_heads import Places, prompt_heads
 from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
-from ops.plain.attention import attend_chunk
-from ops.plain.gate import gate_heads
+from ops.plain.attention import attend_chunk, gate_heads
 from ops.plain.ring import past_of_chunk, ring_of
 from ops.products.fixed_join import NextNorm, fixed_join
 from ops.products.join import Added

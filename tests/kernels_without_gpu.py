@@ -60,13 +60,12 @@ from models.layers.layer_rope import LayerRope
 from models.random_weights import first_layers
 from ops.attention import (
     gqa,
-    gqa_settings,
     heads,
     mla,
     softmax,
 )
-from ops.attention.gqa_settings import AttentionSettings
-from ops.attention.gqa_settings import Tile as Blocks
+from ops.attention.gqa import AttentionSettings
+from ops.attention.gqa import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import SWIGLU, Activation, AttentionAdditions
@@ -617,6 +616,9 @@ def dot4_code(case: tuple) -> dict[str, int]:
 BLOBS = (16, 160, 48), (65536 + 64, 20000), (40, 20004)  # bytes of an expert's parts
 
 
+BY_KERNEL = mock.patch.object(expert_paging, "fetches_by_kernel", lambda *_: True)
+
+
 def fetch_case(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
     """Return three copies' experts (-1: none) and slots, and 5 experts, a pool of 3, the parts."""
     starts = [0, *itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
@@ -639,14 +641,16 @@ def fetch_is_right(sizes: tuple[int, ...]) -> bool:
     want = pool.clone()
     expert_paging.fetch_plainly(experts, places, host, want, parts)
     # Two programs an expert: each copies several chunks of the second of BLOBS.
-    expert_paging.fetch_by_kernel(experts, places, host, pool, parts, 2)
+    with BY_KERNEL:
+        expert_paging.fetch(experts, places, host, pool, parts, 2)
     return torch.equal(pool, want)
 
 
 def fetch_code() -> dict[str, int]:
     """Count loads and stores of 16 bytes in the copy's machine code."""
     args = fetch_case(BLOBS[1])
-    code = launched_code(lambda: expert_paging.fetch_by_kernel(*args, expert_paging.PROGRAMS))
+    with BY_KERNEL:
+        code = launched_code(lambda: expert_paging.fetch(*args))
     asm = code["_fetch"].asm["sass"]
     return {name: asm.count(name) for name in ("LDG.E.128", "STG.E.128")}
 
@@ -1143,7 +1147,7 @@ def fused_error(
             mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f),
             mock.patch.object(FusedDecodeAttention, "fused_core", core),
             mock.patch.multiple(
-                gqa_settings,
+                gqa,
                 choose_tiles=lambda *_, tile=tile: iter((tile,)),
                 MAX_PARTS=most,
                 ONE_PART=one_part,
@@ -1186,8 +1190,8 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
 
 def first_block_loads(C: int, itemsize: int) -> int:
     """Return how many 16-byte loads of a lane a block of keys and values takes."""
-    block = next(gqa_settings.choose_tiles(C, itemsize, 1)).block
-    return block * C * 2 * itemsize // (16 * 32 * gqa_settings.WARPS)
+    block = next(gqa.choose_tiles(C, itemsize, 1)).block
+    return block * C * 2 * itemsize // (16 * 32 * gqa.WARPS)
 
 
 def attention_code(
@@ -1256,7 +1260,7 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     """Count waits, starts, spills, loads before the wait and MMAs of eight queries' code."""
     found = {}
     for case, (H, K, C, S, qk_norm, kind, more) in cases.items():
-        sinks, window = (H, 128) if more == "sinks" else (None, gqa_settings.NO_WINDOW)
+        sinks, window = (H, 128) if more == "sinks" else (None, gqa.NO_WINDOW)
         layer = AttentionSettings(H, K, C, C, 0.1, 1e-5, window=window)
         gate = "sigmoid" if more == "gated" else ""
         layer = replace(layer, gate=gate, full_norm=qk_norm == "full")
@@ -1432,9 +1436,10 @@ def attend_code() -> dict[str, dict[str, int]]:
 
 
 def attend_errors() -> dict[str, float]:
-    gqa.PROGRAMS = mla.PROGRAMS = 12 / 132  # some have several blocks, and some none
-    latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
-    return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
+    few = 12 / 132  # programs a multiprocessor: some have several blocks, and some none
+    with mock.patch.object(gqa, "PROGRAMS", few), mock.patch.object(mla, "PROGRAMS", few):
+        latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
+        return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
 @triton.jit

@@ -10,16 +10,15 @@ from formats.packed import column_order
 from formats.quantizer import pack_weight
 from model import Chunk, group_by_expert, rope_frequencies, rope_table
 from offload.runner import FusedOffloadRunner
-from ops.attention.gqa_settings import AttentionSettings
+from ops.attention.gqa import AttentionSettings
 from ops.attention.prompt_attention import attend_prompt
 from ops.attention.prompt_heads import Places, prompt_heads
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.plain.ring import append_chunk
 from ops.products.prompt import grouped_gemm
-from ops.products.prompt_dense import multiply_unpacked
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
-from ops.products.prompt_weights import PromptTile
+from ops.products.prompt_weights import PromptTile, multiply_unpacked
 from runtime.fused_layer import FusedLayer, fused_layers
 from runtime.fused_prompt import PromptRunner
 from tests.moe_kernels_without_gpu import as_on_a_gpu, relative, small_model

@@ -11,7 +11,7 @@ from without_gpu import run_without_gpu
 
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm
-from ops.plain.gated_delta import gated_delta_recurrent, gated_delta_step
+from ops.plain.gated_delta import gated_delta_step
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
@@ -39,6 +39,16 @@ def random_inputs(tokens: int, sizes: dict, seed: int = 0) -> tuple[Tensor, ...]
     decays = (H, Ck) if sizes.get("channel_decay") else (H,)
     g, beta = -normal(B, tokens, *decays).exp(), normal(B, tokens, H).sigmoid()
     return q, k, v, g, beta, normal(B, H, Ck, Cv)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor):
+    """Return out [B, Q, H, Cv] of `gated_delta_step`, and the state after each token."""
+    outs, states = [], []
+    for token in range(q.shape[1]):
+        out, state = gated_delta_step(*(x[:, token] for x in (q, k, v, g, beta)), state)
+        outs.append(out)
+        states.append(state)
+    return torch.stack(outs, 1), torch.stack(states, 1)
 
 
 def theirs(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor):
@@ -74,7 +84,7 @@ def test_a_prompt_in_chunks_is_transformers(sizes, tokens):
 def test_tokens_one_by_one_are_transformers(sizes, tokens):
     inputs = random_inputs(tokens, sizes)
     want_out, want_state = theirs("recurrent", *inputs)
-    out, states = gated_delta_recurrent(*inputs)
+    out, states = one_by_one(*inputs)
     torch.testing.assert_close(out, want_out, **TOLERANCE)
     torch.testing.assert_close(states[:, -1], want_state, **TOLERANCE)
 
@@ -90,7 +100,7 @@ def test_a_prompt_may_be_cut_anywhere(sizes, tokens, data):
     if cut:
         out, state = gated_delta_chunk(*(x[:, :cut] for x in inputs), state)
         outs.append(out)
-    _, states = gated_delta_recurrent(*(x[:, cut:] for x in inputs), state)
+    _, states = one_by_one(*(x[:, cut:] for x in inputs), state)
     for token in range(cut, tokens):
         out, state = gated_delta_step(*(x[:, token] for x in inputs), state)
         outs.append(out.unsqueeze(1))
@@ -116,7 +126,7 @@ def test_a_decay_for_each_channel_may_be_strong():
     sizes = dict(batch=1, key_heads=2, repeats=1, key_dim=16, value_dim=8, channel_decay=True)
     q, k, v, g, beta, state = random_inputs(128, sizes)
     inputs = q, k, v, 8 * g, beta
-    exact, final = gated_delta_recurrent(*inputs, state)
+    exact, final = one_by_one(*inputs, state)
     out, after = gated_delta_chunk(*inputs, state)
     torch.testing.assert_close(out, exact, **TOLERANCE)
     torch.testing.assert_close(after, final[:, -1], **TOLERANCE)
@@ -129,7 +139,7 @@ def test_equal_keys_that_nothing_forgets_stay_exact():
     )
     k = k[:, :1].expand_as(k)
     inputs = q, k, v, torch.zeros_like(g), torch.ones_like(beta)
-    exact, final = gated_delta_recurrent(*inputs, state)
+    exact, final = one_by_one(*inputs, state)
     out, after = gated_delta_chunk(*inputs, state)
     torch.testing.assert_close(out, exact, **TOLERANCE)
     torch.testing.assert_close(after, final[:, -1], **TOLERANCE)

@@ -8,7 +8,7 @@ from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipe, Recipes, copy_of
 from ops.declared import AttentionAdditions, OutputGate
 from ops.inductor import materialize
-from ops.plain.gate import gate_heads
+from ops.plain.attention import gate_heads
 
 
 class GatedOutput(Attention):

@@ -96,23 +96,14 @@ def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: t
 
 
 @jit
-def _quantize(x, C: tl.constexpr):
-    """`formats.kv_cache.quantize_int8` of heads [R, C] -> units, scales, codes * scales in fp32.
-
-    Units [R, C / 2] are int16, as an int8 cache is read; scales [R, 1].
-    """
-    x = x.to(tl.float32)
-    scale = int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
-    codes, numbers = int8_codes(x, scale)
-    even, odd = tl.split(tl.reshape(codes.to(tl.int16), [x.shape[0], C // 2, 2]))
-    return (even & 255) | (odd << 8), scale, numbers
-
-
-@jit
 def append(entries, scales, x, position, is_stored, C: tl.constexpr):
     """Store heads x [R, C] at positions [R, 1] of a cache; return them as they are read there."""
     if scales is not None:
-        units, scale, x = _quantize(x, C)
+        x = x.to(tl.float32)
+        scale = int8_scale(tl.max(tl.abs(x), 1, keep_dims=True))
+        codes, x = int8_codes(x, scale)  # as `formats.kv_cache.quantize_int8`
+        even, odd = tl.split(tl.reshape(codes.to(tl.int16), [x.shape[0], C // 2, 2]))
+        units = (even & 255) | (odd << 8)
         at = position * (C // 2) + tl.arange(0, C // 2)[None, :]
         tl.store(entries + at, units, mask=is_stored)
         tl.store(scales + position, scale, mask=is_stored)

@@ -1,6 +1,4 @@
-"""The kernel of the gated delta rule for 1 to 16 tokens of each sequence.
-
-    _update_heads    convolution, gates, update of the state, gated norm
+"""The gated delta rule for 1 to 16 tokens of each sequence, from the projections to the gated norm.
 
 Several tokens may be drafts, of which the last ones are refused. So they are `Pending` after their
 call: the state has not taken them in. The next call begins at the position after those that were
@@ -16,6 +14,8 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 `last` + 1 are real; M tokens that `Pending` has memory for.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from ops.attention.delta_state import (
     WARPS,
     DeltaSettings,
     DeltaWeights,
-    Gates,
     Memory,
     Pending,
     as_tile,
@@ -32,20 +31,12 @@ from ops.attention.delta_state import (
     convolve_stored,
     count_accepted,
     count_real,
-    decay_channels,
-    find_gates,
     fit_tiles,
-    gate_factor,
     keep_inputs,
     key_channels,
-    load_gates,
     load_past,
     load_taps,
     memory_row,
-    output_gate_at,
-    own_gates_at,
-    pending_decays,
-    pending_gates_at,
     read_and_update,
     softplus,
     sum_past,
@@ -57,7 +48,69 @@ from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
-# The kernel ---------------------------------------------------------------------------------------
+
+class Gates(NamedTuple):
+    """What gives the gates of a call's tokens, but for those that are beside q, k and v."""
+
+    ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
+    a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
+    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
+
+
+@jit
+def _decays_of(head, s: tl.constexpr):
+    """Return which of all decays are a head's: one; or those of its channels, as q and k are."""
+    if s.channel_decay:
+        NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
+        return head * s.key_dim + tl.arange(0, NUMBERS) % s.key_dim
+    else:
+        return head
+
+
+@jit
+def _find_gates(gates, sequence, tokens, head, s: tl.constexpr):
+    """Return where a sequence's first token has what makes a head's gates.
+
+    b, and with a decay for each channel a of these, and the output's gate less the place of v.
+    """
+    b = gates.ba + sequence * tokens * s.ba_row + head
+    if s.channel_decay:
+        a = gates.a + sequence * tokens * s.decays + _decays_of(head, s)
+        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
+    else:
+        return b, b, b
+
+
+@jit
+def _own_gates_at(found, token, s: tl.constexpr):
+    """Return where a token of the call has b, and a. found: as of `_find_gates`."""
+    b = found[0] + token * s.ba_row
+    return (b, found[1] + token * s.decays) if s.channel_decay else (b, b + s.heads)
+
+
+@jit
+def _output_gate_at(qkvz, found, token, s: tl.constexpr):
+    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
+    return found[2] + token * s.outputs if s.channel_decay else qkvz + s.outputs
+
+
+@jit
+def _pending_gates_at(pending, row, token, head, s: tl.constexpr):
+    """Return where a pending token has b of a head. Its a is `_pending_decays` further."""
+    return pending.gates + (row * s.most + token) * s.gates + head
+
+
+@jit
+def _pending_decays(head, s: tl.constexpr):
+    """Return how far a pending token's a is from its b."""
+    return s.heads - head + _decays_of(head, s) if s.channel_decay else s.heads
+
+
+@jit
+def _load_gates(at, rate, bias):
+    """Return a token's decay and share. at: where its b and a are."""
+    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
+    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
 
 
 @jit
@@ -70,13 +123,10 @@ def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
-    """Load a token's inputs of q and k, of v, its output's gate, and what makes its gates.
-
-    found: as of `find_gates`.
-    """
+    """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `_find_gates`."""
     qkvz += token * s.row
-    gate = as_tile(tl.load(output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
-    b, a = own_gates_at(found, token, s)
+    gate = as_tile(tl.load(_output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
+    b, a = _own_gates_at(found, token, s)
     b, a = tl.load(b).to(tl.float32), tl.load(a).to(tl.float32)
     return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
 
@@ -85,7 +135,7 @@ def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
 def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
     """Store what each of several tokens reads of a head, normalized; 0 for padding.
 
-    found: as of `find_gates`. old: the state. past, taps: of q and k, and of v. gates: the decay's
+    found: as of `_find_gates`. old: the state. past, taps: of q and k, and of v. gates: the decay's
     rate and bias, the norm's weight. places: channels of q and k, of v, and which of these are
     stored.
     """
@@ -103,17 +153,17 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
-        gate = gate_factor(tl.sigmoid(gate), gate, s)
-        out = _norm_head(out, gate * gates[2], s, DTYPE)
+        factor = tl.sigmoid(gate) if s.channel_decay else tl.sigmoid(gate) * gate  # or SiLU
+        out = _norm_head(out, factor * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
 
 
-# Grid [H, B]. One function: its order of loads and waits decides its speed. State, pending tokens,
-# weights, position and last are loaded before the wait for the projections, which make qkvz and ba.
-# So are pending tokens taken in, of which there are none after another call of one token.
+# Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
+# projections, which make qkvz and ba. So are pending tokens taken in, of which there are none after
+# another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
 # the state after them is not stored. A token is loaded while the one before it is taken in. qkvz
@@ -153,7 +203,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
-    bias = tl.load(weights.dt_bias + decay_channels(head, s)).to(tl.float32)
+    bias = tl.load(weights.dt_bias + _decays_of(head, s)).to(tl.float32)
     weight = tl.load(weights.norm + own).to(tl.float32)
     window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     values += columns
@@ -163,8 +213,8 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        kept = pending_gates_at(pending, row, token, head, s)
-        decay, share = load_gates((kept, kept + pending_decays(head, s)), rate, bias)
+        kept = _pending_gates_at(pending, row, token, head, s)
+        decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
@@ -186,20 +236,20 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     is_first = lane_row == 0
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
-        found = find_gates(gates, sequence, tokens, head, s)
+        found = _find_gates(gates, sequence, tokens, head, s)
         y += (sequence * tokens * H + head) * CV + columns
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-        gate = as_tile(tl.load(output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
-        decay, share = load_gates(own_gates_at(found, 0, s), rate, bias)
+        gate = as_tile(tl.load(_output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
+        decay, share = _load_gates(_own_gates_at(found, 0, s), rate, bias)
         qk = convolve(new_keys, key_past, key_taps, s)
         v = convolve(new_values, value_past, value_taps, s)
-        gate = gate_factor(tl.sigmoid(gate) * weight, gate, s)
+        factor = tl.sigmoid(gate) * weight if s.channel_decay else tl.sigmoid(gate) * weight * gate
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
-        out = _norm_head(out, gate, s, DTYPE)
+        out = _norm_head(out, factor, s, DTYPE)
         tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
         if exists:
             if first > 0:
@@ -219,18 +269,15 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
             tl.store(pending.first + row * H + head, begin)
             if qkvz is not None:
                 for token in range(tokens):
-                    kept = pending_gates_at(pending, row, token, head, s)
+                    kept = _pending_gates_at(pending, row, token, head, s)
                     tl.store(kept, tl.load(found[0] + token * s.ba_row))
-                    _, a = own_gates_at(found, token, s)
-                    tl.store(kept + pending_decays(head, s), tl.load(a))
+                    _, a = _own_gates_at(found, token, s)
+                    tl.store(kept + _pending_decays(head, s), tl.load(a))
             keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
             if moves_keys:
                 keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
-
-
-# Launches -----------------------------------------------------------------------------------------
 
 
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
@@ -255,8 +302,7 @@ def delta_tokens(
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
     one token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. Ck and Cv
-    are powers of two (`delta_tokens_supports`). With PDL the kernel reads state, pending, weights,
-    positions and last while the previous kernel runs, which must not write them.
+    are powers of two (`delta_tokens_supports`).
 
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.

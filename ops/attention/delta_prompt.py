@@ -45,33 +45,13 @@ class RuleSettings:
     is_delta: bool = True  # else Mamba-2
     channel_decay: bool = False  # a head has a decay for each channel
 
-    @property
-    def sharing(self) -> int:
-        """Heads that share a key head."""
-        return self.heads // self.key_heads
-
-    @property
-    def levels(self) -> int:
-        """How often a chunk can be halved."""
-        return self.rows.bit_length() - 1
-
-    @property
-    def block(self) -> int:
-        """Channels that are in registers at once in `_decay_channels`."""
-        return min(self.key_dim, 32)
-
-    @property
-    def query_scale(self) -> float:
-        return self.key_dim**-0.5 if self.is_delta else 1.0
-
-    @property
-    def channel_step(self) -> int:
-        """How far a channel of the state is from the next one; Mamba-2 has it transposed."""
-        return self.value_dim if self.is_delta else 1
-
-    @property
-    def column_step(self) -> int:
-        return 1 if self.is_delta else self.key_dim
+    sharing = property(lambda s: s.heads // s.key_heads)  # heads that share a key head
+    levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
+    block = property(lambda s: min(s.key_dim, 32))  # channels that `_decay_channels` has at once
+    query_scale = property(lambda s: s.key_dim**-0.5 if s.is_delta else 1.0)
+    # How far a channel of the state is from the next one; Mamba-2 has it transposed.
+    channel_step = property(lambda s: s.value_dim if s.is_delta else 1)
+    column_step = property(lambda s: 1 if s.is_delta else s.key_dim)
 
 
 class Tokens(NamedTuple):
@@ -226,10 +206,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 @jit
 def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck].
-
-    rest: the keys' bits in fp32 that bf16 lacks, or None.
-    """
+    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
     # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
     # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
     change = tl.zeros([s.columns, s.key_dim], tl.float32)
@@ -323,9 +300,6 @@ def _scan_chunks(
     tl.store(final + state_offsets, state)
 
 
-# Launches -----------------------------------------------------------------------------------------
-
-
 @custom_op("moe_fast::gated_delta_chunk")
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
@@ -341,9 +315,7 @@ def gated_delta_chunk(
 
 
 @gated_delta_chunk.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
@@ -359,9 +331,7 @@ def state_space_chunk(
 
 
 @state_space_chunk.register_fake
-def _(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(x, b, c, dt, g, skip, state) -> tuple[Tensor, Tensor]:
     return state.new_empty(x.shape), state.new_empty(state.shape)
 
 
@@ -389,7 +359,8 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
         beta=(beta, (B, Q, H)),
         state=(state, (B, H, CK, CV) if is_delta else (B, H, CV, CK)),
     )
-    q, k, v = (x if _has_whole_tokens(x) else x.contiguous() for x in (q, k, v))
+    # The heads of each token [heads, C] follow each other in memory.
+    q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
     final, state = state.new_empty(state.shape), state.contiguous()
@@ -407,7 +378,6 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     of_heads = None if decayed else state
     systems = Systems(*[state] * 3, decayed, of_heads, of_heads) if is_delta else None
     s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
-    assert isinstance(s, RuleSettings)
     if systems:
         systems = _solve_chunks(tokens, state, sizes, s)
     grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)
@@ -431,8 +401,3 @@ def _solve_chunks(
         systems = systems._replace(factors=factors, kept=kept)
     launch(_solve_chunk, grid, tokens, systems, *sizes, settings=s)
     return systems
-
-
-def _has_whole_tokens(x: Tensor) -> bool:
-    """Whether the heads of each token of x [B, Q, heads, C] follow each other in memory."""
-    return x.stride(3) == 1 and x.stride(2) == x.shape[3]

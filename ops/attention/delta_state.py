@@ -25,14 +25,6 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [Cv]
 
 
-class Gates(NamedTuple):
-    """What gives the gates of a call's tokens, but for those that are beside q, k and v."""
-
-    ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
-    a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
-    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
-
-
 class Pending(NamedTuple):
     """What a sequence's state has not taken in: the tokens of its last call, if they were several.
 
@@ -46,10 +38,7 @@ class Pending(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a layer remembers, its weights, and where a call's tokens are.
-
-    With PDL kernels read all of it before they wait for the projections.
-    """
+    """A layer's memory, its weights, and where a call's tokens are: all is read before the wait."""
 
     state: Tensor
     pending: Pending
@@ -74,46 +63,17 @@ class DeltaSettings:
     ba_row: int
     channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
 
-    @property
-    def gates(self) -> int:
-        """Numbers of a token in `Pending.gates`."""
-        return self.heads * (1 + (self.key_dim if self.channel_decay else 1))
-
-    @property
-    def decays(self) -> int:
-        """Numbers of a token in `Gates.a`."""
-        return self.heads * self.key_dim
-
-    @property
-    def outputs(self) -> int:
-        """Numbers of a token in the result, and in `Gates.output`."""
-        return self.heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        return self.first_value + self.heads * self.value_dim
-
-    @property
-    def first_value(self) -> int:
-        """The first channel of v."""
-        return 2 * self.key_heads * self.key_dim
-
-    @property
-    def warp_columns(self) -> int:
-        return max(4, self.value_dim // WARPS)
-
-    @property
-    def blocks(self) -> int:
-        return self.value_dim // self.warp_columns
-
-    @property
-    def lane_rows(self) -> int:
-        return min(self.key_dim, 128 // self.warp_columns)
-
-    @property
-    def copies(self) -> int:
-        """Copies of q and k that give each thread one of their numbers."""
-        return 1 if 2 * self.key_dim >= 32 * WARPS else 2
+    # A token's numbers in `Pending.gates`.
+    gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
+    decays = property(lambda s: s.heads * s.key_dim)  # numbers of `Gates.a`
+    outputs = property(lambda s: s.heads * s.value_dim)  # numbers of the result
+    channels = property(lambda s: s.first_value + s.heads * s.value_dim)
+    first_value = property(lambda s: 2 * s.key_heads * s.key_dim)  # the first channel of v
+    warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
+    blocks = property(lambda s: s.value_dim // s.warp_columns)
+    lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
+    # Copies of q and k that give each thread one of their numbers.
+    copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
 
 
 def fit_tiles(*sizes: int, most: int = 128) -> bool:
@@ -159,10 +119,7 @@ def as_tile(x, s: tl.constexpr):
 @jit
 def like_tile(x, tile, s: tl.constexpr):
     """Return x as a tile of four dimensions if `tile` is one."""
-    if len(x.shape) < len(tile.shape):
-        return as_tile(x, s)
-    else:
-        return x
+    return as_tile(x, s) if len(x.shape) < len(tile.shape) else x
 
 
 @jit
@@ -235,10 +192,7 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 @jit
 def count_real(last, sequence, tokens):
     """Return how many of the sequence's tokens are real."""
-    if last is not None:
-        return tl.load(last + sequence).to(tl.int32) + 1
-    else:
-        return tokens
+    return tl.load(last + sequence).to(tl.int32) + 1 if last is not None else tokens
 
 
 @jit
@@ -251,10 +205,7 @@ def count_accepted(first, place, real, s: tl.constexpr):
 @jit
 def memory_row(pending, sequence):
     """Return the row of the memory that a sequence has."""
-    if pending.row is not None:
-        return tl.load(pending.row + sequence)
-    else:
-        return sequence
+    return tl.load(pending.row + sequence) if pending.row is not None else sequence
 
 
 @jit
@@ -293,10 +244,7 @@ def convolve(x, past, taps, s: tl.constexpr):
 
 @jit
 def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs of channels, then those of several tokens, which are pending.
-
-    own: the first token's inputs; None: there are no tokens.
-    """
+    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'."""
     for n in tl.static_range(s.width - 1):
         tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
     if not s.is_one and own is not None:
@@ -313,77 +261,3 @@ def convolve_stored(inputs, taps, s: tl.constexpr):
         x = tl.load(inputs + n * s.channels)
         total += like_tile(x, taps[n], s).to(tl.float32) * taps[n]
     return (total * tl.sigmoid(total)).to(inputs.dtype.element_ty).to(tl.float32)
-
-
-@jit
-def decay_channels(head, s: tl.constexpr):
-    """Return which of all decays are a head's: one; or those of its channels, as q and k are."""
-    if s.channel_decay:
-        NUMBERS: tl.constexpr = 2 * s.key_dim * s.copies
-        return head * s.key_dim + tl.arange(0, NUMBERS) % s.key_dim
-    else:
-        return head
-
-
-@jit
-def find_gates(gates, sequence, tokens, head, s: tl.constexpr):
-    """Return where a sequence's first token has what makes a head's gates.
-
-    b, and with a decay for each channel a of these, and the output's gate less the place of v.
-    """
-    b = gates.ba + sequence * tokens * s.ba_row + head
-    if s.channel_decay:
-        a = gates.a + sequence * tokens * s.decays + decay_channels(head, s)
-        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
-    else:
-        return b, b, b
-
-
-@jit
-def own_gates_at(found, token, s: tl.constexpr):
-    """Return where a token of the call has b, and a. found: as of `find_gates`."""
-    b = found[0] + token * s.ba_row
-    if s.channel_decay:
-        return b, found[1] + token * s.decays
-    else:
-        return b, b + s.heads
-
-
-@jit
-def output_gate_at(qkvz, found, token, s: tl.constexpr):
-    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
-    if s.channel_decay:
-        return found[2] + token * s.outputs
-    else:
-        return qkvz + s.outputs
-
-
-@jit
-def pending_gates_at(pending, row, token, head, s: tl.constexpr):
-    """Return where a pending token has b of a head. Its a is `pending_decays` further."""
-    return pending.gates + (row * s.most + token) * s.gates + head
-
-
-@jit
-def pending_decays(head, s: tl.constexpr):
-    """Return how far a pending token's a is from its b."""
-    if s.channel_decay:
-        return s.heads - head + decay_channels(head, s)
-    else:
-        return s.heads
-
-
-@jit
-def gate_factor(x, gate, s: tl.constexpr):
-    """Return x, times the gate if its activation is SiLU. The sigmoid is the caller's."""
-    if s.channel_decay:
-        return x
-    else:
-        return x * gate
-
-
-@jit
-def load_gates(at, rate, bias):
-    """Return a token's decay and share. at: where its b and a are."""
-    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
-    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)

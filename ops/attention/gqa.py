@@ -13,37 +13,272 @@ so do thread block clusters, which exchange parts through shared memory (H100).
 No program waits for another: each computes the keys and values of the call's own tokens itself, and
 reads only earlier positions from the cache.
 
-With programmatic dependent launch (PDL, Hopper and newer) a program loads its first block of the
-cache while `wqkv` runs, and prefetches its second one into L2. `wqkv` and the kernel before it must
-not write what is read before the wait: the cache, RoPE, positions, norm weights and sinks.
-
 `attend_int8` is for compiled attention: q is normed and rotated, its own keys are in the cache.
 
 Letters: B sequences, Q queries of each, S positions of the cache, H query heads, K KV heads,
 G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
 """
 
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ops.attention.gqa_kernels import attend_kernel, merge_kernel
-from ops.attention.gqa_settings import (
-    MERGE_WARPS,
-    WARPS,
-    AttentionSettings,
-    HeadWeights,
-    Place,
-    Results,
-    Stored,
-    decode_settings,
-    divide,
-    int8_settings,
-    pow2,
-)
-from ops.attention.softmax import PROGRAMS
+from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
+
+FEWEST_ROWS = 16  # that tensor cores multiply
+FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
+WARPS, MERGE_WARPS = 8, 2
+MERGED_COLUMNS = 32  # numbers of a head that a program of `merge_kernel` merges
+NO_WINDOW = 1 << 30
+MAX_QUERIES = 64
+MAX_HEAD = 256  # numbers of a head, for several queries: larger ones do not fit in registers
+MAX_NUMBERS = 64 * 128  # queries of a head times its numbers: more do not fit in registers
+ONE_PART = 640 * 128  # numbers of a KV head's keys that one program reads, for several queries
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What a layer's attention computes, in this order.
+
+    Clip q, k and v to +-clip (0: none); RMS norm of each head of q and k; RoPE of the first
+    rotary_dim numbers; scores times scale; softmax over the last `window` positions.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int  # a power of two from 16 to 512
+    rotary_dim: int
+    scale: float
+    eps: float = 0.0  # of norms
+    clip: float = 0.0
+    window: int = NO_WINDOW  # positions that a token sees, its own included
+    full_norm: bool = False  # norms over all heads of q and of k, before the clip
+    norm_values: bool = False  # RMS norm of values too, without a weight
+    keys_are_values: bool = False  # qkv has no values: they are its keys before norm and RoPE
+    gate: str = ""  # the output is multiplied by "sigmoid" or "softplus" of numbers after values
+    head_gate: bool = False  # the gate has one number a head, else as many as a head
+    rope_begin: int = 0  # the layer's first column of `model.Context.rope`
+
+    group = property(lambda s: s.heads // s.kv_heads)
+    # The first head of qkv that is a value, then the first number that is a gate.
+    first_value = property(lambda s: s.heads if s.keys_are_values else s.heads + s.kv_heads)
+    first_gate = property(lambda s: (s.first_value + s.kv_heads) * s.head_dim)
+    # Numbers of a head's gate, then of a token in qkv.
+    gate_width = property(lambda s: (1 if s.head_gate else s.head_dim) if s.gate else 0)
+    projected = property(lambda s: s.first_gate + s.heads * s.gate_width)
+
+    def encoded(self) -> str:
+        """Return the settings as text: a custom operator takes no dataclass."""
+        return json.dumps(astuple(self))
+
+
+@cache
+def decode_settings(text: str) -> AttentionSettings:
+    return AttentionSettings(*json.loads(text))
+
+
+class HeadWeights(NamedTuple):
+    """Weights of a layer's heads, each of which may be absent."""
+
+    q_norm: Tensor | None = None  # [C]; [H * C] with full_norm
+    k_norm: Tensor | None = None  # [C]; [K * C] with full_norm
+    sinks: Tensor | None = None  # [H]: a score more, whose value is 0
+
+
+class Place(NamedTuple):
+    """Where the call's tokens are stored."""
+
+    positions: Tensor  # int64 [B, Q], consecutive
+    last: Tensor | None = None  # int64 [B]: the last token that is stored; None: all are
+
+
+class Stored(NamedTuple):
+    """A KV cache [2, rows, K, S, C], of which the first B rows are used.
+
+    scales: bf16 [2, rows, K, S, 1] of an int8 cache, whose entries are viewed as int16.
+    """
+
+    entries: Tensor
+    scales: Tensor | None
+
+
+class Results(NamedTuple):
+    """What the kernels write. Parts of a program are [P, ROWS, C] and [P, ROWS, 2], in fp32."""
+
+    y: Tensor | None  # [B, Q, H * C]
+    partial: Tensor | None  # not yet divided by the sum of weights
+    sums: Tensor | None  # the maximum score, and the sum of exp(score - maximum)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program reads the positions."""
+
+    block: int  # positions at once
+    stages: int  # blocks in flight, and the one in use
+    wide: bool = False  # read two blocks as one, where a part has more than one and up to two
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """Settings of the kernels: a layer's, and how its work is divided."""
+
+    layer: AttentionSettings
+    tile: Tile
+    length: int  # S
+    longest: int  # positions of a sequence after the call, at most
+    entries: int  # heads times positions of the cache's keys: values follow
+    queries: int  # Q
+    rows: int  # M
+    each: int  # query heads of a program
+    parts: int  # P
+    rope_width: int = 0
+    int8: bool = False
+    appends: bool = True  # q is raw, and its own keys are not yet in the cache
+    one_part: int = 0  # positions up to which there is one part
+    few_parts: int = MAX_PARTS  # up to which a part is one block
+
+    splits = property(lambda s: -(-s.layer.group // s.each))  # programs a KV head and part
+    pairs = property(lambda s: s.layer.kv_heads * s.splits)  # programs a sequence and part
+    # Rows of a tile of the call's own tokens; with one query, the same token in all.
+    own_rows = property(lambda s: max(FEWEST_ROWS, pow2(s.queries)) if s.queries > 1 else s.rows)
+    stored_rows = property(lambda s: pow2(s.queries * s.each))  # rows of a program's parts
+    # Numbers, or int16 units of an int8 cache, of a head.
+    width = property(lambda s: s.layer.head_dim // 2 if s.int8 else s.layer.head_dim)
+    padded_parts = property(lambda s: pow2(s.parts))
+    bodies = property(lambda s: 2 if s.tile.wide else 1)  # sizes of blocks: compile-time cases
+
+    @property
+    def loops(self) -> bool:
+        """Whether a program may have more than its first block, so that it has a loop."""
+        own = 0 if self.appends else self.queries
+        longest = min(self.longest, self.layer.window + self.align - 2 + own)
+        return longest > self.tile.block * self.bodies
+
+    # Slots of a cache in which position p may be in slot p % S, else 0.
+    ring = property(lambda s: s.length if s.layer.window < s.length else 0)
+    columns = property(lambda s: min(s.layer.head_dim, MERGED_COLUMNS))
+    score_scale = property(lambda s: 1.0 if s.appends else s.layer.scale)  # that queries lack
+    # A window begins at a multiple of this, so that int8 scales are loaded as vectors.
+    align = property(lambda s: 16 if s.int8 else 1)
+
+
+def pow2(n: int) -> int:
+    """Return the least power of two from n on, without Triton too."""
+    return 1 << (n - 1).bit_length()
+
+
+def choose_tiles(C: int, itemsize: int, Q: int) -> Iterator[Tile]:
+    """Yield tiles for heads of this size, the fastest first; itemsize: of the cache (H200).
+
+    One query of an int8 cache has smaller ones: more programs of a multiprocessor (H100).
+    """
+    block = min(128, max(16, (4096 if itemsize == 4 else 16384) // C))
+    if Q == 1:
+        if itemsize == 1 and C > 64:
+            block = min(64, block)
+        if itemsize == 2:
+            yield Tile(block, 3, wide=True)
+        yield Tile(block, 3)
+    elif itemsize == 1:
+        yield Tile(block, 3)
+    while block >= 16:
+        yield Tile(block, 2)
+        block //= 2
+
+
+def choose_rows(Q: int, G: int, C: int, is_one_part: bool) -> int:
+    """Return M, for Q queries of some of the G query heads of a KV head.
+
+    16 is one tile of a tensor core. Several queries in one part: a program with fewer heads has
+    less to do, and there are enough idle processors. In several parts, fewer programs read the same
+    keys from L2.
+    """
+    if Q == 1:
+        return max(FEWEST_ROWS, pow2(G))
+    one_head = max(FEWEST_ROWS, pow2(Q))
+    if is_one_part or C > 128:
+        return one_head
+    return max(one_head, min(32, pow2(Q * G)))
+
+
+def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.device) -> int:
+    """Return P, at most one part for each block of `length` positions.
+
+    programs: of each part. One query of a plain cache: a program takes half of a multiprocessor's
+    shared memory or more, and all programs should run at once.
+    """
+    if length <= s.one_part:
+        return 1
+    side_by_side = 1 if s.queries == 1 and not s.int8 else PROGRAMS
+    return min(MAX_PARTS, count_parts(programs, length, s.tile.block, device, side_by_side))
+
+
+def takes_queries(Q: int, C: int) -> bool:
+    """Whether the kernels take this many queries of a sequence, with heads of C numbers."""
+    if C & C - 1 or not 16 <= C <= 512:
+        return False
+    fits = pow2(Q) * C <= max(MAX_NUMBERS, 8 * C)
+    return Q == 1 or (Q <= MAX_QUERIES and C <= MAX_HEAD and fits)
+
+
+def one_part(Q: int, C: int, itemsize: int) -> int:
+    """Return up to how many positions are worth kernels of one part, for heads of C numbers.
+
+    itemsize: of the cache. With one query they are one block, or two. 0: an int8 cache has more
+    parts from its second block on, because it takes longer to read than to merge (H100).
+    """
+    if Q > 1:
+        return ONE_PART // C
+    return 0 if itemsize == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
+
+
+def divide(
+    qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int, reach: int | None = None
+) -> Iterator[KernelSettings]:
+    """Yield settings, the fastest first. width: of RoPE's rows. reach: as of `attend_tokens`."""
+    (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
+    longest = S if reach is None else min(S, reach)
+    C, length, int8 = layer.head_dim, min(longest, layer.window), stored.scales is not None
+    is_one_part = length * C <= ONE_PART
+    M = choose_rows(Q, layer.group, C, is_one_part)
+    each = min(layer.group, M // Q)
+    for tile in choose_tiles(C, 1 if int8 else stored.entries.element_size(), Q):
+        if length <= tile.block or Q > 1:
+            tile = replace(tile, wide=False)
+        s = KernelSettings(
+            *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
+            one_part=tile.block * (2 if Q == 1 and not int8 else 1),
+        )
+        P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
+        # One query of an int8 cache: as many parts as multiprocessors are one block. More parts
+        # take longer to merge than their programs save (H100).
+        processors = gpu_of(qkv.device).multiprocessors
+        few = min(MAX_PARTS, max(1, processors // (B * s.pairs))) if int8 else FEW_PARTS
+        yield replace(s, parts=P, few_parts=MAX_PARTS if Q > 1 else few)
+
+
+def int8_settings(
+    layer: AttentionSettings, Q: int, S: int, rows: int, parts: int
+) -> Iterator[KernelSettings]:
+    """Yield settings of `attend_int8`, the fastest first."""
+    M = max(FEWEST_ROWS, pow2(layer.group * Q))
+    s = KernelSettings(
+        *(layer, Tile(128, 2), S, S, rows * layer.kv_heads * S, Q, M, layer.group, parts),
+        int8=True,
+        appends=False,
+    )
+    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
+    yield from (replace(s, tile=Tile(block, 2)) for block in blocks)
 
 
 @custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))

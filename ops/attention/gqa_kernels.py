@@ -37,14 +37,6 @@ def find_parts(positions, sequence, s: tl.constexpr):
 
 
 @jit
-def _find_span(first, end, part, parts, s: tl.constexpr):
-    """Return a part's first position, its end, and its length. Parts are neighbors, and equal."""
-    length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
-    first += part * length
-    return first, tl.minimum(first + length, end), length
-
-
-@jit
 def _find_rows(sequence, program, s: tl.constexpr):
     """Return each row's query, head, token, and whether it is one: [M]. Rows are [Q, EACH]."""
     EACH: tl.constexpr = s.each
@@ -199,7 +191,6 @@ def _prefetch_block(cache, begin, end, s: tl.constexpr):
         prefetch(cache[2] + begin * s.width, count * row_bytes)
 
 
-# One function: its speed depends on the order of waits and loads. A reader should see it whole.
 @jit
 def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr, s, PDL):
     """Compute a program of `attend_kernel`, in blocks of BLOCK positions; one block, if it is wide.
@@ -265,7 +256,9 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
-    first, end, length = _find_span(first, end, part, parts, s)
+    length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
+    first += part * length  # parts are neighbors, and equal
+    end = tl.minimum(first + length, end)
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
     else:

@@ -1,7 +1,7 @@
 """Heads as kernels of attention load and store them: norm, RoPE, clip, int8 codes.
 
 Letters: M rows of a tile (heads, or tokens), C head dim. `s` has head_dim, eps, clip and the other
-fields of `ops.attention.gqa_settings.AttentionSettings`.
+fields of `ops.attention.gqa.AttentionSettings`.
 """
 
 from ops.launch import add_both, jit, tl
@@ -179,10 +179,7 @@ def int8_scale(largest):
 
 @jit
 def int8_codes(x, scale):
-    """Quantize x, fp32, by a scale -> codes, codes * scale, both in fp32.
-
-    codes * scale is NaN where x is not finite, as the token must be.
-    """
+    """Quantize fp32 x by a scale -> codes, codes * scale in fp32: NaN where x is not finite."""
     ratio = tl.clamp(tl.div_rn(x, scale.to(tl.float32)), -127.0, 127.0)
     codes = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: the sum is rounded to an integer
     return codes, codes * scale.to(tl.float32) + (x - x)

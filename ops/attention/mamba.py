@@ -1,6 +1,4 @@
-"""The kernel of Mamba-2 for 1 to 16 tokens of each sequence: all from projections to the norm.
-
-    _update_heads_of_groups    convolution, step sizes, update of the state, gate
+"""Mamba-2 for 1 to 16 tokens of each sequence, from the projections to before the norm.
 
 A program has some rows of a head's state, so that there are many programs. The norm is over all
 heads of a group, so the next product norms its x (ops/products/dense.py). A join of the programs
@@ -69,35 +67,13 @@ class MambaSettings:
     row: int  # numbers from one token's zx to the next one's
     dt_row: int
 
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.groups * self.state
-
-    @property
-    def sharing(self) -> int:
-        """Heads of a group."""
-        return self.heads // self.groups
-
-    @property
-    def rows(self) -> int:
-        return min(ROWS, self.head_dim)
-
-    @property
-    def blocks(self) -> int:
-        """Programs of a head."""
-        return self.head_dim // self.rows
-
-    @property
-    def threads(self) -> int:
-        return 32 * WARPS
-
-    @property
-    def padded_sharing(self) -> int:
-        return triton.next_power_of_2(self.sharing)
+    inner = property(lambda s: s.heads * s.head_dim)
+    channels = property(lambda s: s.inner + 2 * s.groups * s.state)
+    sharing = property(lambda s: s.heads // s.groups)  # heads of a group
+    rows = property(lambda s: min(ROWS, s.head_dim))
+    blocks = property(lambda s: s.head_dim // s.rows)  # programs of a head
+    threads = property(lambda s: 32 * WARPS)
+    padded_sharing = property(lambda s: triton.next_power_of_2(s.sharing))
 
 
 # Channels, taps, inputs before a token: each a tuple of those of x, of B, and of C.
@@ -113,10 +89,7 @@ def _decay_and_add(old, x, b, step, rate, s: tl.constexpr):
 @jit
 def _move(past, new):
     """Return the last W - 1 inputs of each tuple, of which `new` has the newest."""
-    moved = ()
-    for i in tl.static_range(len(past)):
-        moved = moved + (past[i][1:] + (new[i],),)
-    return moved
+    return [past[i][1:] + (new[i],) for i in (0, 1, 2)]
 
 
 @jit
@@ -139,9 +112,7 @@ def _take_token(token, old, past, channels, convolution, head, s: tl.constexpr):
     """
     own, dt = token
     number, rate, bias = head
-    new = ()
-    for i in tl.static_range(3):
-        new = new + (tl.load(own + channels[i]),)
+    new = [tl.load(own + at) for at in channels]
     gate = tl.load(own - s.inner + channels[0]).to(tl.float32)
     step = softplus(tl.load(dt + number).to(tl.float32) + bias)
     x, b, c = _convolve(new, past, convolution, s)
@@ -173,10 +144,9 @@ def _keep_first(pending, dt, row, group, place, tokens, s: tl.constexpr):
     tl.store(pending.first + row * s.heads + heads, begin + 0 * heads, mask=exists)
 
 
-# Grid [H * blocks, B]. One function: its order of loads and waits decides its speed. zx and dt are
-# waited for. State, pending tokens, weights, position and last are loaded before that, and pending
-# tokens are taken in. One token is taken in at once, and the state is stored. Several become the
-# pending ones; zx None: there are none.
+# Grid [H * blocks, B]. zx and dt are waited for. State, pending tokens, weights, position and last
+# are loaded before that, and pending tokens are taken in. One token is taken in at once, and the
+# state is stored. Several become the pending ones; zx None: there are none.
 #
 # A program alone reads and writes its rows of the state, and their channels of x. Those of B and C,
 # dt and `first` are read by all programs of a group, before the wait. `arrivals` counts the
@@ -190,7 +160,6 @@ def _update_heads_of_groups(
 ):
     N: tl.constexpr = s.state
     INNER: tl.constexpr = s.inner
-    THREADS: tl.constexpr = s.threads
     state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0) // s.blocks, tl.program_id(1).to(tl.int64)
     group, row = head // s.sharing, memory_row(pending, sequence)
@@ -198,7 +167,7 @@ def _update_heads_of_groups(
     real = count_real(last, sequence, most_tokens)
     place = tl.load(positions + sequence * most_tokens)
     first = tl.load(pending.first + row * s.heads + head)
-    thread, rows, n = tl.arange(0, THREADS), tl.arange(0, s.rows), tl.arange(0, N)
+    thread, rows, n = tl.arange(0, s.threads), tl.arange(0, s.rows), tl.arange(0, N)
     is_own = thread < s.rows  # the others have copies
     numbers = head * s.head_dim + tl.program_id(0) % s.blocks * s.rows
     state += (row * INNER + numbers + rows[:, None]) * N + n[None, :]
@@ -215,10 +184,8 @@ def _update_heads_of_groups(
     skip = tl.load(weights.skip + head).to(tl.float32)
     accepted = count_accepted(first, place, real, s)
     for token in range(accepted):
-        newest = ()
-        for i in tl.static_range(3):
-            at = window + (s.width - 1 + token) * s.channels + channels[i]
-            newest = newest + (tl.load(at),)
+        inputs = window + (s.width - 1 + token) * s.channels
+        newest = [tl.load(inputs + at) for at in channels]
         x, b, _ = _convolve(newest, kept, (taps, biases), s)
         step = tl.load(pending.gates + (row * s.most + token) * s.heads + head).to(tl.float32)
         old = _decay_and_add(old, x, b, softplus(step + bias), rate, s)
@@ -264,9 +231,6 @@ def _update_heads_of_groups(
         tl.store(arrivals, 0)
 
 
-# Launches -----------------------------------------------------------------------------------------
-
-
 @custom_op("moe_fast::mamba_tokens", mutates_args=("state", "pending", "arrivals"))
 def mamba_tokens(
     zx: Tensor,
@@ -281,15 +245,8 @@ def mamba_tokens(
     """Do all of a Mamba-2 layer from its projections to its norm, for T tokens of each sequence.
 
     zx [B, T, H P + C]: the gate, then x, B and C before the convolution. dt [B, T, H]. weights: a
-    `MambaWeights`. Return [B, T, H P], times silu(gate) and not yet normed.
-
-    The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
-    int64 [B, T]. state fp32 [B, H, P, N] takes in the pending tokens before them, in place, and one
-    token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. With PDL
-    the kernel reads all but zx and dt while the previous kernel runs, which must not write them.
-
-    arrivals int32 [B, G]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
-    that is updated may have more than B rows. Raises ValueError for a wrong shape.
+    `MambaWeights`. state fp32 [B, H, P, N]. arrivals int32 [B, G]. The rest is as for
+    `delta.delta_tokens`. Return [B, T, H P], times silu(gate) and not yet normed.
     """
     (B, T, _), (H, P, N), (C, W) = zx.shape, state.shape[1:], weights[0].shape
     M, groups = pending[1].shape[1], (C - H * P) // (2 * N)
@@ -336,10 +293,7 @@ def take_in_pending(
     row: Tensor | None,
     arrivals: Tensor,
 ) -> None:
-    """Take in each sequence's pending tokens before position [B, 1]; then none are pending.
-
-    row int64 [B]: the rows of the sequences; None: the first. The rest is as for `mamba_tokens`.
-    """
+    """Do what `delta.take_in_pending` does; the arguments are as for `mamba_tokens`."""
     w, (H, P, N), groups = MambaWeights(*weights), state.shape[1:], arrivals.shape[1]
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):

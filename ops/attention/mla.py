@@ -78,38 +78,16 @@ class LatentSettings:
     parts: int = 1
     tile: Tile = Tile()
 
-    @property
-    def supported(self) -> bool:
-        """Whether the kernels compute heads of these sizes."""
-        return self.unrotated % 8 == 0 and has_tiles(self.rotary_dim, self.rank)
-
-    @property
-    def head_dim(self) -> int:
-        return self.unrotated + self.rotary_dim
-
-    @property
-    def width(self) -> int:
-        """Numbers of a cached position."""
-        return self.rank + self.rotary_dim
-
-    @property
-    def wkv_rows(self) -> int:
-        return self.unrotated + self.value_dim
-
-    @property
-    def rows(self) -> int:
-        """Rows of a sequence: heads of its queries."""
-        return self.queries * self.heads
-
-    @property
-    def tile_rows(self) -> int:
-        """M, at most what the registers of a program hold."""
-        return min(32, max(16, triton.next_power_of_2(self.rows)))
-
-    @property
-    def each(self) -> int:
-        """Tokens of a program of `_map_queries` and of `_merge_values`."""
-        return triton.cdiv(self.tokens, TOKENS_AT_ONCE) if self.queries > 1 else 1
+    # Whether the kernels compute heads of these sizes.
+    supported = property(lambda s: s.unrotated % 8 == 0 and has_tiles(s.rotary_dim, s.rank))
+    head_dim = property(lambda s: s.unrotated + s.rotary_dim)
+    width = property(lambda s: s.rank + s.rotary_dim)  # numbers of a cached position
+    wkv_rows = property(lambda s: s.unrotated + s.value_dim)
+    rows = property(lambda s: s.queries * s.heads)  # rows of a sequence: heads of its queries
+    # M, at most what the registers of a program hold.
+    tile_rows = property(lambda s: min(32, max(16, triton.next_power_of_2(s.rows))))
+    # Tokens of a program of `_map_queries` and of `_merge_values`.
+    each = property(lambda s: triton.cdiv(s.tokens, TOKENS_AT_ONCE) if s.queries > 1 else 1)
 
 
 def has_tiles(rotary_dim: int, rank: int) -> bool:
@@ -134,9 +112,6 @@ def smaller_tiles(tile: Tile) -> Iterator[Tile]:
     for block, stages in ((32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
         if (block, stages) < (tile.block, tile.stages):
             yield replace(tile, block=block, stages=stages)
-
-
-# Kernels ------------------------------------------------------------------------------------------
 
 
 @jit
@@ -229,9 +204,8 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 # Grid [P, tiles of M rows, B]: a program attends with M rows, each one head of one query, to every
 # P-th block of positions. Parts without positions have no result. A row that sees none of a part's
 # positions has the largest score -inf, and no weight in the merge.
-#
-# One function: its order of loads and waits decides its speed. It prefetches the first block of the
-# cache into L2, except the newest position: loaded into registers, a block made the loop spill.
+# It prefetches the first block of the cache into L2, except the newest position: loaded into
+# registers, a block made the loop spill.
 @jit
 def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
@@ -321,18 +295,14 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
         tl.store(result, out.to(y.dtype.element_ty), mask=row < s.value_dim)
 
 
-# Launches -----------------------------------------------------------------------------------------
-
-
 def attend_latent_tokens(
     x: LatentTensors, layer: LatentSettings, tile: Tile | None = None
 ) -> Tensor:
     """Attend with Q tokens of each sequence, and append their latents -> [T, H * V].
 
     The reference is `LatentAttention.core`, but for q's projection. layer: without what a call
-    adds. The cache has the dtype of q, or is int8. With PDL the kernels read weights alone while
-    the previous kernel runs, which must not write them. Raises ValueError for sizes that they do
-    not compute.
+    adds. The cache has the dtype of q, or is int8. Raises ValueError for sizes that they do not
+    compute.
     """
     (B, Q), T, S = x.positions.shape, len(x.q), x.cache.shape[3]
     H, rank = layer.heads, layer.rank

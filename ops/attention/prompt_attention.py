@@ -31,10 +31,7 @@ class PromptAttention:
     positions: int  # N
     log2_e: float = LOG2_E
 
-    @property
-    def scale(self) -> float:
-        """Factor of the scores, for exponents of two."""
-        return self.head_dim**-0.5 * LOG2_E
+    scale = property(lambda s: s.head_dim**-0.5 * LOG2_E)  # of scores, for exponents of two
 
 
 @jit
@@ -109,10 +106,7 @@ def attends_prompt(q: Tensor, window: int | None, sinks: Tensor | None) -> bool:
 def attend_prompt(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """q [Q, H, C], the last Q positions of k and v [K, S, C] -> [Q, H * C].
-
-    sinks [H]. The reference is `attend_chunk`.
-    """
+    """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C]."""
     (Q, H, C), (K, S, _) = q.shape, k.shape
     check_shapes(k=(k, (K, S, C)), v=(v, (K, S, C)))
     if k.stride() != v.stride() or k.stride(2) != 1:
@@ -124,6 +118,5 @@ def attend_prompt(
     )
     given = q.contiguous(), k, v, sinks, y, Q, S, k.stride(0), k.stride(1)
     s, options = fit(_attend_prompt, candidates, *given)
-    assert isinstance(s, PromptAttention)
     launch(_attend_prompt, (triton.cdiv(Q, s.queries), H), *given, settings=s, **options)
     return y

@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ops.attention.gqa_settings import AttentionSettings, HeadWeights, decode_settings
-from ops.attention.heads import (
-    inverse_rms,
-    load_head,
-    load_head_norm,
-    load_rotation,
-    load_value,
-)
+from ops.attention.gqa import AttentionSettings, HeadWeights, decode_settings
+from ops.attention.heads import inverse_rms, load_head, load_head_norm, load_rotation, load_value
 from ops.launch import check_shapes, jit, launch, tl
 
 ROWS = 8  # heads of a token at once

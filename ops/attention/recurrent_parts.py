@@ -33,16 +33,18 @@ class PartSettings:
     is_silu: bool = True  # the gate's activation; else sigmoid
     gates_first: bool = False  # the norm is of gated numbers, and each head has weights of its own
 
-    @property
-    def padded(self) -> int:
-        return triton.next_power_of_2(self.head_dim)
+    padded = property(lambda s: triton.next_power_of_2(s.head_dim))
 
 
-def _in_eager_code(name: str, launch: Callable, plain: Callable, x: Tensor, *arguments):
-    """Return launch(x, *arguments) where x is on a GPU and each operation would be a kernel."""
-    if can_launch(x) and not torch.compiler.is_compiling():
-        return try_kernels(name, launch, plain, x, *arguments)
-    return plain(x, *arguments)
+def _in_eager_code(name: str, launch: Callable, plain: Callable) -> Callable:
+    """Return `plain`, by the kernel of `launch` on a GPU where each operation would be a kernel."""
+
+    def call(x: Tensor, *arguments):
+        if can_launch(x) and not torch.compiler.is_compiling():
+            return try_kernels(name, launch, plain, x, *arguments)
+        return plain(x, *arguments)
+
+    return call
 
 
 # Grid [N / columns, Q / rows, B]. A lane has all tokens of its channels, so each is loaded once.
@@ -78,14 +80,6 @@ def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.cons
         total *= tl.sigmoid(total)
         exists = is_channel & (first + row < Q)
         tl.store(y + (first + row) * N, total.to(y.dtype.element_ty), mask=exists)
-
-
-def causal_conv_silu(
-    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """`conv_silu_in_torch`, by one kernel in eager code on a GPU."""
-    functions = launch_convolution, conv_silu_in_torch
-    return _in_eager_code("convolution", *functions, x, window, weight, bias)
 
 
 def launch_convolution(
@@ -126,16 +120,6 @@ def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
     tl.store(y + row * DIM + c, numbers.to(y.dtype.element_ty), mask=exists)
 
 
-def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
-) -> Tensor:
-    """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
-    arguments = x, gate, weight, eps, activation
-    if x.dim() != 4 or not fit_tiles(x.shape[-1]):
-        return norm_in_torch(*arguments)
-    return _in_eager_code("gated norm", launch_norm_heads, norm_in_torch, *arguments)
-
-
 def launch_norm_heads(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
 ) -> Tensor:
@@ -143,12 +127,6 @@ def launch_norm_heads(
     H, C = x.shape[2:]
     s = PartSettings(8, heads=H, head_dim=C, eps=eps, is_silu=activation == "silu")
     return _launch_norm(x, gate.flatten(2), weight, x.new_empty(x.shape), s)
-
-
-def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """`ops.plain.mamba2.gated_group_norm`, by one kernel in eager code, for y [B, Q, H P]."""
-    functions = launch_group_norm, group_norm_in_torch
-    return _in_eager_code("norm of groups", *functions, y, gate, weight, groups, eps)
 
 
 def launch_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
@@ -184,18 +162,14 @@ def _compute_gates(ba, a_log, dt_bias, real, g, beta, COUNT, TOKEN, s: tl.conste
     tl.store(beta + token * s.heads + head, tl.where(is_real, step, 0.0), mask=is_first)
 
 
-def masked_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def masked_gates_in_torch(
+    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return g and beta of `gates_in_torch`, with 0 for tokens that are not real [B, Q, 1].
 
     Such tokens change no state. ba may be the dt [B, Q, H] of Mamba-2: then beta is the step sizes
-    of `time_steps`. By one kernel in eager code on a GPU.
+    of `time_steps`.
     """
-    return _in_eager_code("gates", launch_gates, _gates_in_torch, ba, a_log, dt_bias, real)
-
-
-def _gates_in_torch(
-    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor]:
     if ba.shape[-1] > len(dt_bias):
         return mask_gates(*gates_in_torch(ba, a_log, dt_bias), real)
     steps, g = time_steps(ba, a_log, dt_bias)
@@ -211,3 +185,18 @@ def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tu
     tensors, grid = (ba, a_log, dt_bias, real, g, beta), (triton.cdiv(count, s.rows),)
     launch(_compute_gates, grid, *tensors, count, ba.stride(1), settings=s)
     return (g if G == H else g.unflatten(2, (H, -1))), beta
+
+
+causal_conv_silu = _in_eager_code("convolution", launch_convolution, conv_silu_in_torch)
+gated_group_norm = _in_eager_code("norm of groups", launch_group_norm, group_norm_in_torch)
+masked_gates = _in_eager_code("gates", launch_gates, masked_gates_in_torch)
+_norm_heads_of_tokens = _in_eager_code("gated norm", launch_norm_heads, norm_in_torch)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+) -> Tensor:
+    """`norm_in_torch`, by one kernel in eager code on a GPU, for x [B, Q, H, Cv]."""
+    has_tile = x.dim() == 4 and fit_tiles(x.shape[-1])
+    norm = _norm_heads_of_tokens if has_tile else norm_in_torch
+    return norm(x, gate, weight, eps, activation)

@@ -1,7 +1,5 @@
 """Gated short convolution: one kernel between a layer's projections, for 1 to 64 tokens.
 
-    _short_conv    gate, convolution with the inputs before, second gate, append to the ring
-
 A program has some channels of one token. A token's W - 1 inputs before it come from the ring, or
 from `projected` where they belong to the same call. No program waits for another: the ring has
 RING_SPARE more slots than the window, so that a call never writes a slot that it reads.
@@ -94,11 +92,7 @@ def _gated_input(own, mask, s: tl.constexpr, DTYPE: tl.constexpr):
 
 @custom_op("moe_fast::short_conv", mutates_args=("ring",))
 def short_conv(
-    projected: Tensor,
-    ring: Tensor,
-    weights: list[Tensor],
-    positions: Tensor,
-    last: Tensor | None,
+    projected: Tensor, ring: Tensor, weights: list[Tensor], positions: Tensor, last: Tensor | None
 ) -> Tensor:
     """Do all between the projections of a short convolution, for T tokens of each sequence.
 
@@ -106,8 +100,7 @@ def short_conv(
     of real tokens are added: up to index last [B] (`model.Context.last`); None: all. weights: a
     `ConvWeights`. positions int64 [B, T]: consecutive. Return c * conv(b * x) [B, T, N].
 
-    With PDL the kernel reads ring, weights, positions and last while the previous kernel runs,
-    which must not write them. Raises ValueError for a wrong shape, or more tokens than RING_SPARE.
+    Raises ValueError for a wrong shape, or more tokens than RING_SPARE.
     """
     (B, T, _), (_, R, N), W = projected.shape, ring.shape, weights[0].shape[1]
     check_shapes(

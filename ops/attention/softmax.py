@@ -55,10 +55,7 @@ def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
 
 @jit
 def finish_softmax(row_max, row_sum, acc, sink):
-    """Return acc [M, N] divided by the sum of weights [M, 1], with the weight of a sink.
-
-    sink: fp32, one number or [M, 1]; None: absent.
-    """
+    """Divide acc [M, N] by the sum of weights [M, 1], a sink's included: fp32, [M, 1], or one."""
     if sink is not None:
         largest = tl.maximum(row_max, sink)
         acc *= tl.exp(row_max - largest)

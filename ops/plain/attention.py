@@ -161,10 +161,7 @@ def attend_blocks(
         return is_visible(positions[b, query], key, window)
 
     mask = BlockMask.from_kv_blocks(
-        *blocks,
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=visible,
-        seq_lengths=(q.shape[1], k.shape[2]),
+        *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, seq_lengths=(q.shape[1], k.shape[2])
     )
     options = {"block_mask": mask, "enable_gqa": True}
     if q.shape[1] * (q.shape[2] // k.shape[1]) > BLOCK:
@@ -255,3 +252,11 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | 
 @attend_chunk.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+def gate_heads(heads: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """Multiply heads [..., H * C] by one of OUTPUT_GATES of a gate, [..., H * C] or [..., H]."""
+    factor = gate.sigmoid() if activation == "sigmoid" else F.softplus(gate.float()).to(gate.dtype)
+    if gate.shape[-1] == heads.shape[-1]:
+        return heads * factor
+    return (heads.unflatten(-1, (gate.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)

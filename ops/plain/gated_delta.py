@@ -10,7 +10,7 @@ Attention; Kimi Team 2025, Kimi Linear, section 3).
 
 These functions are the reference for the kernels of ops/attention/delta.py (up to 16 tokens), of
 ops/attention/delta_prompt.py and what it names (prompts). `gated_delta_step` computes one token,
-`gated_delta_recurrent` tokens one by one, `chunk_in_torch` a prompt by batched products.
+`chunk_in_torch` a prompt by batched products.
 
 Letters: B sequences, Q tokens, K key heads, H value heads, Ck and Cv their sizes, N channels of the
 convolution, W its width. Key head i serves the value heads from i * (H / K).
@@ -19,6 +19,9 @@ convolution, W its width. Key head i serves the value heads from i * (H / K).
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ops.plain.mamba2 import split_chunks
+from ops.plain.short_conv import causal_conv
 
 CHUNK = 64  # tokens that one triangular system covers
 L2_EPS = 1e-6  # added before the root in the norm of queries and keys
@@ -31,10 +34,8 @@ def conv_silu_in_torch(
 
     window [B, W - 1, N]: the inputs before x, which stay as they are. weight [N, W], bias [N].
     """
-    Q, W = x.shape[1], weight.shape[1]
-    inputs, weight = torch.cat((window, x), dim=1).float(), weight.float()
-    y = sum(inputs[:, n : n + Q] * weight[:, n] for n in range(W))
-    return F.silu(y if bias is None else y + bias.float()).to(x.dtype)
+    inputs = torch.cat((window, x), dim=1).float()
+    return F.silu(causal_conv(inputs, weight, bias)).to(x.dtype)
 
 
 def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +61,7 @@ def mask_gates(g: Tensor, beta: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 def norm_in_torch(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
 ) -> Tensor:
-    """Normalize x [..., Cv] over its last dimension, times weight [Cv] and its gate [..., Cv].
-
-    activation: of the gate, "silu" or "sigmoid".
-    """
+    """RMS norm of x [..., Cv], times weight [Cv] and silu or sigmoid of its gate [..., Cv]."""
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
     return (y * factor).to(x.dtype)
@@ -85,30 +83,14 @@ def gated_delta_step(
     return (q.unsqueeze(-1) * state).sum(-2).to(dtype), state
 
 
-def gated_delta_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Take in few tokens one by one -> out [B, Q, H, Cv], the state after each [B, Q, H, Ck, Cv].
-
-    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g [B, Q, H] or [B, Q, H, Ck], beta [B, Q, H]; else as
-    `gated_delta_step`.
-    """
-    outs, states = [], []
-    for token in range(q.shape[1]):
-        now = slice(None), token
-        out, state = gated_delta_step(q[now], k[now], v[now], g[now], beta[now], state)
-        outs.append(out)
-        states.append(state)
-    return torch.stack(outs, 1), torch.stack(states, 1)
-
-
 def chunk_in_torch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take in a prompt -> out [B, Q, H, Cv], the state after it [B, H, Ck, Cv] (section 3.3).
 
-    Arguments as for `gated_delta_recurrent`. A token with g = beta = 0, such as padding, leaves the
-    state unchanged. The products are batched; the only loop is over chunks.
+    q, k [B, Q, K, Ck], v [B, Q, H, Cv], g [B, Q, H] or [B, Q, H, Ck], beta [B, Q, H]; else as
+    `gated_delta_step`. A token with g = beta = 0, such as padding, leaves the state unchanged. The
+    products are batched; the only loop is over chunks.
 
     Within a chunk, G is the sum of g so far. The corrections U [tokens, Cv] of its tokens solve a
     unit lower triangular system, for the state S at its begin:
@@ -122,7 +104,7 @@ def chunk_in_torch(
     dtype, (B, Q, H, Cv), size = v.dtype, v.shape, min(CHUNK, q.shape[1])
     q, k, v = _to_value_heads(q, k, v)
     q, k, v, g, beta = (
-        _split_chunks(x, size) for x in (q, k, v, _of_channels(g, beta), beta.unsqueeze(-1))
+        split_chunks(x, size) for x in (q, k, v, _of_channels(g, beta), beta.unsqueeze(-1))
     )
     total = g.cumsum(-2)  # G, [chunks, B, H, size, 1 or Ck]
     products, scores = _decayed_products(k, q, total)
@@ -173,9 +155,3 @@ def _to_value_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     return q.repeat_interleave(repeats, -2), k.repeat_interleave(repeats, -2), v.float()
-
-
-def _split_chunks(x: Tensor, size: int) -> Tensor:
-    """x [B, Q, H, C] -> [chunks, B, H, size, C], padded by zeros."""
-    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
-    return x.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)

@@ -16,9 +16,8 @@ def receive_sum(memory, call, d, dtype: tl.constexpr, s: tl.constexpr):
     read all words again and again, L2 has less time for those that arrive.
     """
     m: tl.constexpr = s.messages
-    ROWS: tl.constexpr = m.rows
     PROBES: tl.constexpr = s.probes
-    rank = tl.arange(0, ROWS)[:, None]
+    rank = tl.arange(0, m.rows)[:, None]
     inbox = memory + rank * m.stride
     wanted = (rank < m.ranks) & (d < s.D)[None, :]
     if PROBES:

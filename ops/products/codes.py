@@ -47,8 +47,6 @@ from ops.products.words import (
     iq4_table,
 )
 
-# Scales and zeros ---------------------------------------------------------------------------------
-
 
 @jit
 def e8m0_to_float(exponents):
@@ -120,9 +118,6 @@ def row_scale(weights, rows, s):
         if s.kind == "fp8":
             factor *= 256.0  # `_e4m3_word`
         return factor
-
-
-# Products of words --------------------------------------------------------------------------------
 
 
 @jit

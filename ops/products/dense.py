@@ -38,8 +38,6 @@ from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
-# The kernel ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class SumSettings(Product):
@@ -108,8 +106,6 @@ def _load_biases(bias, experts, factors, rows, s):
 #
 # With `send` the result is not stored in y, but sent to all ranks: ops/ranks/mailbox.py. A
 # row that two programs compute is sent twice, with the same bits.
-#
-# One piece: its speed is the order of its loads and waits, which a reader should see whole.
 @jit
 def _multiply_sum(
     x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
@@ -221,9 +217,6 @@ def _multiply_sum(
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 # Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.
 # Each program makes integers of its x, for 4 bits (docs/log/speculation.md).
 IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
@@ -286,8 +279,6 @@ def dense_product(
     be parts of longer ones. early: of one token x is loaded before the wait, too, so that the
     product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
 
-    With PDL, all but x is loaded while the previous kernel runs, which must not write it.
-
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
     None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot
     be sent raises ValueError.
@@ -328,10 +319,7 @@ def launch_sum(
     send: TokenInbox | None,
     how: tuple[Tiles | None, dict],
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`.
-
-    Raises ValueError for a result that cannot be sent.
-    """
+    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`."""
     tiles, fields = how
     if send is not None:
         if y.element_size() != 2:

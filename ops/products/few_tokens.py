@@ -75,9 +75,6 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FewTiles:
     """How a product of several tokens divides its work. benchmarks/few_tokens.py measures some."""
@@ -87,11 +84,6 @@ class FewTiles:
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
-
-    def __str__(self) -> str:
-        tokens = "" if self.tokens == BLOCK else f" tokens {self.tokens}"
-        x = f", {self.x_depth} of x" if self.x_depth else ""
-        return f"rows {self.rows} warps {self.warps} x {self.depth or 'all'}{x}{tokens}"
 
 
 def words_of_lane(weight: Weight) -> int:
@@ -129,10 +121,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
-    """Return a weight's tensors as these kernels read them: codes as units of 16 bits.
-
-    plain: the dtype of weights that are not packed, which is that of x.
-    """
+    """Return tensors with codes as units of 16 bits. plain: the dtype of bf16's, that of x."""
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
     if weight.kind != "mxfp4":

@@ -34,9 +34,6 @@ def dot4(
     `in` that share a scale, of nvfp4 two.
 
     swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].
-
-    With PDL (Hopper and later) a dense product loads its first weights while the previous kernel
-    runs, which must not write them.
     """
     assert x.is_contiguous(), f"x has strides {x.stride()}"
     weight = packed_weight(parts, kind, group)
@@ -47,8 +44,6 @@ def dot4(
 
 
 @dot4.register_fake
-def _(
-    x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
-) -> Tensor:
+def _(x, parts, index, kind, group, swiglu) -> Tensor:
     out, pairs = parts[0].shape[-2], 1 if index is None else index.numel()
     return x.new_empty(pairs, out // 2) if swiglu else x.new_empty(pairs, out, dtype=torch.float32)

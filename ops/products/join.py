@@ -49,8 +49,6 @@ MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the l
 PROBES = 32  # words of a message for which a program waits before it reads all of them
 PART = 128  # numbers that a program (one warp) adds, if nothing is normed
 
-# Parameters of the kernel -------------------------------------------------------------------------
-
 
 class Added(NamedTuple):
     """What is added to x: nothing, messages, or y. With `norm` messages are branches, as y is."""
@@ -108,18 +106,10 @@ class Join:
     messages: Messages | None = None
     layout: Layout | None = None
 
-    @property
-    def block(self) -> int:
-        """Numbers of a tile that has a token, or a part of it."""
-        return self.part or triton.next_power_of_2(self.D)
-
-    @property
-    def probes(self) -> int:
-        """Words of a message that a program waits for at first."""
-        return PROBES if self.D >= PROBES and not self.part else 0
-
-
-# Kernel -------------------------------------------------------------------------------------------
+    # Numbers of a tile that has a token, or a part of it.
+    block = property(lambda s: s.part or triton.next_power_of_2(s.D))
+    # Words of a message that a program waits for at first.
+    probes = property(lambda s: PROBES if s.D >= PROBES and not s.part else 0)
 
 
 @jit
@@ -154,10 +144,7 @@ def _stores(d, s: tl.constexpr):
 
 @jit
 def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
-    """Store the scores of experts [ROWS] for a normed token: rows [ROWS, D], value [D].
-
-    biases: as of `_load_score_biases`.
-    """
+    """Store the scores of experts: rows [ROWS, D], value [D]. biases: `_load_score_biases`."""
     dots = tl.sum(rows.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     if router.bias is not None:
         dots += biases[0]
@@ -180,8 +167,6 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
-#
-# One function: its order of loads and waits decides its speed.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     D: tl.constexpr = s.D
@@ -295,9 +280,6 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         count_call(added.calls, call, m)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NormRouter:
     """A norm and the router after it."""
@@ -315,10 +297,7 @@ class NormRouter:
         routing = self.routing
         return routing.score_bias if routing.factors is None else routing.factors
 
-    @property
-    def router(self) -> Router:
-        """The kernel's tensors."""
-        return Router(self.rows, self.bias, self.of_experts)
+    router = property(lambda s: Router(s.rows, s.bias, s.of_experts))  # the kernel's tensors
 
     def empty_scores(self, T: int) -> Tensor:
         """Return scores of T tokens, to be filled: fp32 [T, 1 or 2, N]."""
@@ -342,12 +321,6 @@ class NormRouter:
             bias_before=routing.bias_before,
         )
         return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
-
-
-def results_of(normed: Tensor | QuantizedX, **others: Tensor | None) -> Results:
-    """Return where to store: `normed`, and the other fields."""
-    found = (normed, None) if isinstance(normed, Tensor) else (normed.operands, normed.units)
-    return Results(found[0], units=found[1], **others)
 
 
 def rows_of(N: int, T: int) -> int:
@@ -390,8 +363,7 @@ def norm_router(
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
-    the norm of their sum. The results are bitwise identical on all ranks. With PDL, all but x and
-    the branch is loaded while the previous kernel runs; with an inbox x, too.
+    the norm of their sum. The results are bitwise identical on all ranks.
     """
     before.check(x)
     (N, D), T, messages = before.rows.shape, len(x), {}
@@ -404,9 +376,9 @@ def norm_router(
         messages = dict(share=share, scale=scale, messages=messages_of(inbox))
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = results_of(normed, total=total, scores=before.empty_scores(T), indices=indices)
-    if layout is not None:
-        results = results._replace(plain=plain)
+    results = Results(normed, total, scores=before.empty_scores(T), indices=indices)
+    if isinstance(normed, QuantizedX):
+        results = results._replace(normed=normed.operands, units=normed.units, plain=plain)
     pairs = 0 if indices is None else indices.shape[1]
     s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
     grid = (programs,) if T == 1 else (programs, T)
@@ -421,8 +393,6 @@ def norm_tokens(
     """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`.
 
     norm [G, D]: T tokens have G rows each, with weights of their own.
-
-    With PDL, the next kernel starts at once: a product, which loads its weights meanwhile.
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
@@ -438,8 +408,7 @@ def add_branch(
     """Return x [T, D] plus normed branches: y [B, T, D], or [T, D] without branch_norms.
 
     inbox: they are the messages [B D] of all ranks there, of T = 1, in place of y. Without a norm
-    the result is x + scale * the sum of messages [D], bitwise identical on all ranks. With PDL x is
-    loaded while the previous kernel runs, which must not write it.
+    the result is x + scale * the sum of messages [D], bitwise identical on all ranks.
     """
     total, (T, D) = torch.empty_like(x), x.shape
     branches = 1 if added.branch_norms is None else len(added.branch_norms)

@@ -13,8 +13,6 @@ from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.words import add_pair
 
-# x of a chunk -------------------------------------------------------------------------------------
-
 
 @jit
 def load_x(x, chunk, s, VOLATILE: tl.constexpr = False):
@@ -113,21 +111,6 @@ def _normed(raw, norm, k: tl.constexpr):
 
 
 @jit
-def _prepare_fp32(raw, norm, s):
-    """Convert x to fp32 -> one operand for each field of a word: 4 x [1, LANES // 32, 32]."""
-    return [_split_x(_normed(raw, norm, k), s) for k in s.field_numbers]
-
-
-# x as integers ------------------------------------------------------------------------------------
-
-
-@jit
-def _join_pairs(low, high):
-    """Return two words as one int64."""
-    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-
-
-@jit
 def quantize(values, BITS: tl.constexpr, s):
     """Quantize fp32 x to int16 -> operands (four int16 in an int64), unit and sums of x.
 
@@ -170,7 +153,8 @@ def quantize(values, BITS: tl.constexpr, s):
             sums = sums + (tl.sum(total, 1, keep_dims=True).to(tl.float32) * unit,)
             total = tl.zeros(largest.shape, tl.int32)
     for p in tl.static_range(P):
-        operands = operands + (_join_pairs(pairs[2 * p], pairs[2 * p + 1]),)
+        high = pairs[2 * p + 1].to(tl.int64) << 32
+        operands = operands + (high | (pairs[2 * p].to(tl.int64) & 0xFFFFFFFF),)
     return operands, unit, sums
 
 
@@ -222,12 +206,11 @@ def _load_pairs(x, chunk, s):
 @jit
 def _load_in_order(x, chunk, s):
     """Load the operands of a chunk of quantized x, as `quantize` returns them."""
-    OPERANDS: tl.constexpr = s.operands
     at = tl.arange(0, s.lanes * 4)
     quad = chunk * s.lanes + at // 4
     operands = ()
-    for n in tl.static_range(OPERANDS):
-        words = x + (quad * (4 * OPERANDS) + at % 4) + 4 * n
+    for n in tl.static_range(s.operands):
+        words = x + (quad * (4 * s.operands) + at % 4) + 4 * n
         words = tl.max_contiguous(tl.multiple_of(words, 32), 4)
         operands = operands + (tl.load(words, mask=quad < s.quads, other=0),)
     return operands
@@ -265,7 +248,7 @@ def prepare_x(raw, norm, s):
     if s.kind == "bf16":
         return _prepare_bf16(raw, norm, s)
     elif s.kind == "fp8" or s.kind == "fp8b":
-        return _prepare_fp32(raw, norm, s)
+        return [_split_x(_normed(raw, norm, k), s) for k in s.field_numbers]
     else:
         return _prepare_integers(raw, norm, s)
 

@@ -61,43 +61,16 @@ class Product(Codes):
     tokens: int = 1  # that a program multiplies; several have one tile
     blocks: int = 1  # programs of a tile, for other tokens
 
-    @property
-    def gather(self) -> bool:
-        return self.experts > 0
-
-    @property
-    def quads(self) -> int:
-        """Quads of x."""
-        return self.each * max(self.experts, 1)
-
-    @property
-    def numbers(self) -> int:
-        """What the kernel loads of a token's x: words of two numbers in bf16, else numbers."""
-        return self.quads * 4 * (1 if self.kind == "bf16" else self.fields)
-
-    @property
-    def token_numbers(self) -> tuple[int, ...]:
-        """0, 1, ... for each token of a program."""
-        return tuple(range(self.tokens))
-
-    @property
-    def quantized(self) -> tuple[int, int]:
-        """Operands and units of a token's `QuantizedX`."""
-        return self.quads * self.fields, self.units * self.quads
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.quads // self.lanes)
-
-    @property
-    def held(self) -> int:
-        """Chunks of x in registers."""
-        return self.chunks if self.tiles > 1 else self.depth
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether a row has one scale, by which the sum is multiplied."""
-        return self.has_row_scale and not self.gather
+    gather = property(lambda s: s.experts > 0)
+    quads = property(lambda s: s.each * max(s.experts, 1))  # quads of x
+    # What the kernel loads of a token's x: words of two numbers in bf16, else numbers.
+    numbers = property(lambda s: s.quads * 4 * (1 if s.kind == "bf16" else s.fields))
+    token_numbers = property(lambda s: tuple(range(s.tokens)))  # 0, 1, ... of a program's tokens
+    # Operands and units of a token's `QuantizedX`.
+    quantized = property(lambda s: (s.quads * s.fields, s.units * s.quads))
+    chunks = property(lambda s: -(-s.quads // s.lanes))
+    held = property(lambda s: s.chunks if s.tiles > 1 else s.depth)  # chunks of x in registers
+    of_rows = property(lambda s: s.has_row_scale and not s.gather)  # a row's scale multiplies sums
 
 
 class Chosen(NamedTuple):
@@ -115,9 +88,6 @@ def replace(values, at: tl.constexpr, value):
     return values[:at] + (value,) + values[at + 1 :]
 
 
-# Loads --------------------------------------------------------------------------------------------
-
-
 @jit
 def load_parts(x, chunk, s):
     """Load the x of a chunk, which is quantized or not, of each of the program's tokens."""
@@ -128,19 +98,13 @@ def load_parts(x, chunk, s):
 
 
 @jit
-def lane_factor(factors, chunk, s):
-    """Load the routing weight of each quad's expert, [1, LANES // 32, 32]."""
-    quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
-    return tl.reshape(tl.load(factors + quad // s.each), [1, s.lanes // 32, 32])
-
-
-@jit
 def load_beside(x, factors, chunk, s):
-    """Load what x of a chunk is multiplied by: the norm's weight, or routing weights."""
+    """Load what x of a chunk is multiplied by: the norm's weight, or each quad's routing weight."""
     if x.norm is not None:
         return load_norm(x.norm, chunk, s)
     elif s.gather:
-        return lane_factor(factors, chunk, s)
+        quad = tl.minimum(chunk * s.lanes + tl.arange(0, s.lanes), s.quads - 1)
+        return tl.reshape(tl.load(factors + quad // s.each), [1, s.lanes // 32, 32])
     else:
         return ()
 
@@ -224,9 +188,6 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
     return found
 
 
-# A tile -------------------------------------------------------------------------------------------
-
-
 @jit
 def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     """Multiply a tile, and prefetch -> the lanes' sums [ROWS, LANES], a tuple of the tokens'.
@@ -271,9 +232,6 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     return totals, second, squares, tiles
 
 
-# Sums over lanes ----------------------------------------------------------------------------------
-
-
 @jit
 def _of_lane(x, MASK: tl.constexpr):
     """Return of x [ROWS, WARPS, 32] the number that the lane at the own index ^ MASK has."""
@@ -310,10 +268,7 @@ def sum_shared(total, s):
 
 @jit
 def sum_normed(total, squares, s):
-    """Do what `sum_shared` does, and divide by the RMS of x. Warps exchange both sums at once.
-
-    squares: as of `lane_squares`.
-    """
+    """`sum_shared`, divided by the RMS of x (`lane_squares`). Warps exchange both sums at once."""
     WARPS: tl.constexpr = s.lanes // 32
     NUMBERS: tl.constexpr = s.quads * 4 * s.fields
     total = _share_rows(tl.reshape(total, [s.rows, WARPS, 32]), 16)
@@ -353,9 +308,6 @@ def result_rows(s):
     else:
         row = tl.arange(0, s.rows)
         return row, row >= 0
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def operand_of(x: Tensor, weight: Weight) -> Tensor:

@@ -54,9 +54,6 @@ BYTES_PER_SECOND = 4e12  # of kernels that only read and write rows
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
-# Tiles --------------------------------------------------------------------------------------------
-
-
 @jit
 def _find_rows(tile, group_ends, s: tl.constexpr):
     """Return a tile's expert, its first row of x, and the end of the expert's rows.
@@ -142,7 +139,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
     rows, present, results = at
     sums = tl.trans(sums) if s.packed else sums
     factor = None
-    if s.row_scaled:  # int8, fp8 and nvfp4
+    if s.has_row_scale:  # int8, fp8 and nvfp4
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + n).to(tl.float32)[None, :]
     if s.kind != "fp8b":  # its factor has what its numbers lack
@@ -208,9 +205,6 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
@@ -250,12 +244,6 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
         for stages in range(tile.stages, 1, -1):
             for rows in (rows for rows in sizes if (rows >= 64) is several):
                 yield replace(tile, rows=rows, stages=stages)
-
-
-def grid_of(tiles: int, blocks: int, near: int) -> tuple[int, int, int]:
-    """Return the grid of `_grouped`, in which at most `near` blocks of outputs are neighbors."""
-    times = triton.cdiv(blocks, near)
-    return triton.cdiv(blocks, times), tiles, times
 
 
 def grouped_gemm(
@@ -311,10 +299,9 @@ def grouped_gemm(
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
-    assert isinstance(s, PromptSettings)
-    tiles = triton.cdiv(N, s.tile.rows) + E - 1
-    grid = grid_of(tiles, triton.cdiv(results, s.block), s.tile.near)
-    launch(_grouped, grid, *given, settings=s, **options)
+    tiles, blocks = triton.cdiv(N, s.tile.rows) + E - 1, triton.cdiv(results, s.block)
+    times = triton.cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
+    launch(_grouped, (triton.cdiv(blocks, times), tiles, times), *given, settings=s, **options)
     return y
 
 

@@ -29,15 +29,8 @@ class GroupSettings:
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
 
-    @property
-    def bins(self) -> int:
-        """Experts, and one for what is no pair."""
-        return max(64, triton.next_power_of_2(self.E + 1))
-
-    @property
-    def parts(self) -> int:
-        """Chunks whose counts are read at once."""
-        return max(8, 8192 // self.bins)
+    bins = property(lambda s: max(64, triton.next_power_of_2(s.E + 1)))  # one for what is no pair
+    parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
 
 
 @dataclass(frozen=True)
@@ -48,13 +41,7 @@ class RowSettings:
     active: int = 1  # A
     activation: Activation | None = None
 
-    @property
-    def block(self) -> int:
-        """Numbers of a program."""
-        return min(1024, triton.next_power_of_2(self.width))
-
-
-# Kernels ------------------------------------------------------------------------------------------
+    block = property(lambda s: min(1024, triton.next_power_of_2(s.width)))  # numbers of a program
 
 
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
@@ -159,9 +146,6 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
     tl.store(y + token.to(tl.int64) * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert: int64 [T, A] -> order, places [N], group_ends [n_expert], all int32.
 
@@ -182,10 +166,7 @@ def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | None) -> Tensor:
-    """x [T, D], integers pairs [N], `active` of each token -> the token of each pair [N, D].
-
-    pairs None: all tokens, once.
-    """
+    """x [T, D] -> the token of each of pairs [N], `active` a token, [N, D]; None: all, once."""
     count, width = len(x) if pairs is None else len(pairs), x.shape[1]
     y = x.new_empty(count, width)
     s = RowSettings(width, active)

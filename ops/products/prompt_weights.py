@@ -1,20 +1,23 @@
 """How a prompt's product decodes packed weights: settings, scales, bits above, fields.
 
-For `_grouped` (ops/products/prompt.py). Letters: E experts. A tile has BN outputs; a step covers BK
-numbers along `in`.
+For `_grouped` (ops/products/prompt.py), and for `_unpack`, which writes a dense weight in 16 bits.
+
+Letters: E experts. A tile has BN outputs; a step covers BK numbers along `in`.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.launch import jit, tl, triton
+from ops.launch import jit, launch, tl, triton
 from ops.products.units import (
     decode,
     decode_hqq,
     e2m1_factor,
+    finish,
     first_byte,
     hqq_offset,
     pair_factors,
@@ -22,7 +25,11 @@ from ops.products.units import (
     second_byte,
     to_fp32,
 )
-from ops.products.weights import BITS, GGUF, HALF_QUADRATIC, WeightTensors, kernel_tensors
+from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
+
+# More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
+# were not measured).
+MANY_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class PromptTile:
 
 
 @dataclass(frozen=True)
-class PromptSettings:
+class PromptSettings(Codes):
     """What `_grouped` is compiled for."""
 
     out: int
@@ -52,62 +59,19 @@ class PromptSettings:
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
 
-    @property
-    def gated(self) -> bool:
-        """Whether outputs are those of gates, then as many ups."""
-        return self.activation is not None and self.activation.gated
-
-    @property
-    def results(self) -> int:
-        """Numbers of a result's row."""
-        return self.out // 2 if self.gated else self.out
-
-    @property
-    def block(self) -> int:
-        """Results of a tile's row."""
-        return self.tile.outputs // 2 if self.gated else self.tile.outputs
-
-    @property
-    def packed(self) -> bool:
-        return self.kind != "plain"
-
-    @property
-    def fields(self) -> int:
-        """Codes of a unit."""
-        return 16 // (2 if self.bits == 3 else self.bits) if self.packed else 1
-
-    @property
-    def run(self) -> int:
-        return grouped_run(self.width, self.bits)
-
-    @property
-    def step_scaled(self) -> bool:
-        """Whether each group of numbers along `in` has a scale."""
-        return self.bits < 8 or self.gguf
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def half_quadratic(self) -> bool:
-        """Whether it is hqq4, hqq3, hqq2 or uint4."""
-        return self.kind in HALF_QUADRATIC
-
-    @property
-    def bits_above(self) -> int:
-        """Bits of a code in a plane of their own."""
-        return {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(self.kind, 0)
-
-    @property
-    def row_scaled(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
-
-    @property
-    def experts_pow2(self) -> int:
-        return triton.next_power_of_2(self.E)
+    # Outputs are those of gates, then as many ups.
+    gated = property(lambda s: s.activation is not None and s.activation.gated)
+    # Numbers of a result's row, in all and of a tile.
+    results = property(lambda s: s.out // 2 if s.gated else s.out)
+    block = property(lambda s: s.tile.outputs // 2 if s.gated else s.tile.outputs)
+    packed = property(lambda s: s.kind != "plain")
+    # Codes of a unit; `grouped_run`.
+    fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
+    run = property(lambda s: grouped_run(s.width, s.bits))
+    step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
+    # Bits of a code in a plane of their own.
+    bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
+    experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
 
 
 def grouped_run(width: int, bits: int) -> int:
@@ -123,10 +87,7 @@ def grouped_run(width: int, bits: int) -> int:
 def prompt_operands(
     parts: dict[str, Tensor], kind: str, bits: int, group: int
 ) -> tuple[WeightTensors, int, int]:
-    """Return the tensors of a packed weight, its bits and group, for kernels.
-
-    Codes and bits above them are units of 16 bits there.
-    """
+    """Return a packed weight's tensors, codes as units of 16 bits, its bits and its group."""
     tensors = kernel_tensors(parts, kind)
     if kind in GGUF:
         bits, group = BITS[kind], 32
@@ -136,24 +97,12 @@ def prompt_operands(
     return tensors, bits, group
 
 
-# Kernels' helpers ---------------------------------------------------------------------------------
-
-
 @jit
 def _expand(values, COUNT: tl.constexpr):
     """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
     BN: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
-
-
-@jit
-def _expand_pairs(even, odd, COUNT: tl.constexpr):
-    """[BN, n] of even and of odd units -> [BN, COUNT], as `_expand`."""
-    BN: tl.constexpr = even.shape[0]
-    n: tl.constexpr = even.shape[1]
-    both = tl.join(even, odd)[:, :, None, :]
-    return tl.reshape(tl.broadcast_to(both, [BN, n, COUNT // n // 2, 2]), [BN, COUNT])
 
 
 @jit
@@ -211,7 +160,10 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     offset = 0.0
     if s.kind == "nvfp4":
         even, odd = pair_factors(scale, DTYPE)
-        factor = _expand_pairs(even, odd, COUNT)
+        both = tl.join(even, odd)[:, :, None, :]  # of even and of odd units
+        n: tl.constexpr = even.shape[1]
+        both = tl.broadcast_to(both, [even.shape[0], n, COUNT // n // 2, 2])
+        factor = tl.reshape(both, [even.shape[0], COUNT])
     else:
         if s.kind == "mxfp4":
             scale = e2m1_factor(scale.to(tl.int32), DTYPE)
@@ -302,3 +254,47 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         if KIND == "fp8b" or KIND == "int4":
             number = (number * factor).to(DTYPE)
         return number
+
+
+TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
+
+
+# Grid [out / BN, in / BK]: a program unpacks BN rows, and BK numbers of each.
+@jit
+def _unpack(weights, y, s: tl.constexpr):
+    FIELDS: tl.constexpr = s.fields
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    n = tl.program_id(0) * s.tile.outputs + tl.arange(0, s.tile.outputs)[:, None]
+    row, start = tl.minimum(n, s.out - 1).to(tl.int64), tl.program_id(1) * s.tile.numbers
+    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
+    inside, fetched, factor = unit < s.width // FIELDS, None, None
+    if s.step_scaled:
+        fetched = load_scales(weights, row, start, s)
+    at = (row, row // s.group, unit)
+    numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
+    if s.has_row_scale:
+        scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
+        factor = tl.load(scale + row).to(tl.float32)
+    for field in tl.static_range(FIELDS):
+        number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
+        if s.kind != "fp8b":  # its factor has what its numbers lack
+            number = finish(number, factor, s.kind, DTYPE)
+        place = y + row * s.width + number_of_field(unit, field, s)
+        tl.store(place, number.to(DTYPE), mask=inside & (n < s.out))
+
+
+def multiply_unpacked(
+    x: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int
+) -> Tensor:
+    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
+
+    The weight is dequantized to 16 bits for this product of the library. With many rows that is
+    faster than `_grouped` by more than unpacking takes.
+    """
+    out, width = parts["codes"].shape[1], x.shape[1]
+    y = x.new_empty(out, width)
+    tensors, bits, group = prompt_operands(parts, kind, bits, group)
+    s = PromptSettings(out, width, 1, kind, bits, group, TILE)
+    grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
+    launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
+    return F.linear(x, y)

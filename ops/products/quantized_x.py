@@ -1,8 +1,4 @@
-"""Tokens' x as integers: quantized once, for all programs of the product that follows.
-
-int8 and 4-bit codes are multiplied as integers (ops/products/codes.py). A program that quantizes x
-by itself takes as many instructions for it as for five rows of 4-bit codes.
-"""
+"""Tokens' x as integers, quantized once for all programs of the product that follows."""
 
 from dataclasses import dataclass
 
@@ -46,20 +42,16 @@ class Layout(Codes):
 
 @jit
 def store_quads(values, x, units, s: tl.constexpr):
-    """Quantize this program's LANES quads, and store them as a `QuantizedX`.
-
-    values: fp32, as `operands.quantize` takes them. x, units: the tensors of the result.
-    """
+    """Quantize LANES quads of fp32 values (`operands.quantize`); store them in x and units."""
     QUADS: tl.constexpr = s.quads
-    OPERANDS: tl.constexpr = s.operands
     operands, unit, sums = quantize(values, 14, s)
     quad = tl.program_id(0) * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = tl.arange(0, 4)[None, :]
-    for n in tl.static_range(OPERANDS):
+    for n in tl.static_range(s.operands):
         if s.in_pairs:
             words = x + ((n // 2 * 4 + word) * QUADS + quad) * 2 + n % 2
         else:
-            words = x + (quad * (4 * OPERANDS) + word) + 4 * n
+            words = x + (quad * (4 * s.operands) + word) + 4 * n
         tl.store(words, operands[n], mask=quad < QUADS)
     tl.store(units + quad, unit, mask=quad < QUADS)
     if s.word_scaled:
@@ -97,10 +89,7 @@ def empty_quantized(
 def empty_norm(
     x: Tensor, weight: Weight | None, programs: int, warps: int
 ) -> tuple[Tensor | QuantizedX, Layout | None]:
-    """Return where a kernel stores the norm of x [T, D], and its layout.
-
-    It is a `QuantizedX` for a weight of integers. programs, warps: of the kernel.
-    """
+    """Return where a kernel stores the norm of x [T, D], for integers a `QuantizedX`; layout."""
     if weight is None or not weight.integers:
         return torch.empty_like(x), None
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(weight.quads, programs)))

@@ -1,8 +1,7 @@
 """How one token's products divide their work among programs: a table, and a default beside it.
 
-A tile is some rows of the result. A program multiplies it in chunks: LANES neighboring quads (16
-bytes of codes) of each of its rows. Wide chunks waste the end of x, and exchange x between warps.
-Many rows a program use what it prepares of x more often, but then fewer programs run at once.
+Wide chunks waste the end of x, and exchange x between warps. Many rows a program use what it
+prepares of x more often, but then fewer programs run at once.
 
 tilings.json has the measured tiles, by GPU class, kind and loads, and shape; benchmarks/tune.py
 measures and writes them. A shape or a GPU that is not there gets the default of its kind.
@@ -37,15 +36,8 @@ class Tiles:
         if self.rows > 32:  # lanes of a warp, which share their sums
             raise ValueError(f"a program of {self.rows} rows: 32 are the most")
 
-    def __str__(self) -> str:
-        text = f"rows {self.rows} lanes {self.lanes} x {self.depth or 'all'} warps {self.warps}"
-        text += ", staying" if self.stay else ""
-        return text + (f", {self.registers} registers" if self.registers else "")
-
-    @property
-    def options(self) -> dict:
-        """Options of `launch` for a kernel with these tiles."""
-        return dict(warps=self.warps, stages=1, registers=self.registers)
+    # Options of `launch` for a kernel with these tiles.
+    options = property(lambda s: dict(warps=s.warps, stages=1, registers=s.registers))
 
 
 @dataclass(frozen=True)

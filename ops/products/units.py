@@ -270,10 +270,7 @@ def _decode_plainly(units, factor, K: tl.constexpr, KIND: tl.constexpr):
 
 @jit
 def finish(total, scales, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply sums of products by what their decoded numbers lack.
-
-    scales: one of each row of int8, fp8 or nvfp4.
-    """
+    """Multiply sums by what their decoded numbers lack. scales: a row's, of int8, fp8, nvfp4."""
     if KIND == "int8" or KIND == "fp8" or KIND == "nvfp4":
         total *= scales
     if KIND == "fp8" or KIND == "fp8b":

@@ -1,8 +1,4 @@
-"""Weights as the kernels read them: packed codes of a number format, with scales and zeros.
-
-A quad is 16 bytes of a row's codes, four words: 8 bf16 numbers, 16 codes of 8 bits, 32 of 4 bits or
-64 of 2 bits.
-"""
+"""Weights as the kernels read them: packed codes of a number format, with scales and zeros."""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.gpu import Gpu, gpu_of
+from ops.gpu import gpu_of
 
 # GGUF's kinds: scales are of 32 numbers, or of 16 (q6_k); `step` is of 256.
 GGUF = "q8_0", "q4_k", "q5_k", "q6_k", "iq4"
@@ -72,75 +68,23 @@ class Codes:
     kind: str
     group: int  # numbers that share a scale
 
-    @property
-    def fields(self) -> int:
-        """Codes in a word."""
-        return 32 // BITS[self.kind]
-
-    @property
-    def field_numbers(self) -> tuple[int, ...]:
-        """0, 1, ... for each code of a word."""
-        return tuple(range(self.fields))
-
-    @property
-    def run(self) -> int:
-        """Words of a group."""
-        return self.group // self.fields
-
-    @property
-    def order(self) -> str:
-        """The kind whose integers of x are in the same order."""
-        return ORDERS.get(self.kind, self.kind)
-
-    @property
-    def operands(self) -> int:
-        """Operands of a word in a `QuantizedX`, of four numbers each."""
-        return self.fields // 4
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether a `QuantizedX` has two operands of a word next to each other."""
-        return self.order in ("int4", "hqq2")
-
-    @property
-    def units(self) -> int:
-        """Numbers of a quad of `QuantizedX.units`."""
-        return 5 if self.word_scaled else UNITS.get(self.kind, 2)
-
-    @property
-    def word_scaled(self) -> bool:
-        """Whether each word has a scale, so that those of a quad are an int32."""
-        return self.kind == "hqq2" and self.group == WORD_GROUP
-
-    @property
-    def half_quadratic(self) -> bool:
-        """Whether it is hqq4, hqq3, hqq2 or uint4."""
-        return self.kind in HALF_QUADRATIC
-
-    @property
-    def two_bits(self) -> bool:
-        """Whether `codes` has two bits of each code."""
-        return self.kind in TWO_BITS
-
-    @property
-    def integers(self) -> bool:
-        """Whether codes are multiplied as integers."""
-        return self.kind in INTEGERS
-
-    @property
-    def e2m1(self) -> bool:
-        """Whether codes are e2m1 numbers, which scales multiply."""
-        return self.kind in ("mxfp4", "nvfp4")
-
-    @property
-    def gguf(self) -> bool:
-        """Whether it is one of GGUF's kinds."""
-        return self.kind in GGUF
-
-    @property
-    def has_row_scale(self) -> bool:
-        """Whether a scale a row multiplies the sums."""
-        return self.kind in ("int8", "fp8", "nvfp4")
+    fields = property(lambda s: 32 // BITS[s.kind])  # codes in a word
+    field_numbers = property(lambda s: tuple(range(s.fields)))  # 0, 1, ... for each code of a word
+    run = property(lambda s: s.group // s.fields)  # words of a group
+    order = property(lambda s: ORDERS.get(s.kind, s.kind))  # as of ORDERS
+    # A `QuantizedX` has these operands of a word, of four numbers each, and two of a word next to
+    # each other; and these numbers of a quad in `units`.
+    operands = property(lambda s: s.fields // 4)
+    in_pairs = property(lambda s: s.order in ("int4", "hqq2"))
+    units = property(lambda s: 5 if s.word_scaled else UNITS.get(s.kind, 2))
+    # Each word has a scale, so that those of a quad are an int32.
+    word_scaled = property(lambda s: s.kind == "hqq2" and s.group == WORD_GROUP)
+    half_quadratic = property(lambda s: s.kind in HALF_QUADRATIC)  # hqq4, hqq3, hqq2 or uint4
+    two_bits = property(lambda s: s.kind in TWO_BITS)
+    integers = property(lambda s: s.kind in INTEGERS)
+    e2m1 = property(lambda s: s.kind in ("mxfp4", "nvfp4"))
+    gguf = property(lambda s: s.kind in GGUF)
+    has_row_scale = property(lambda s: s.kind in ("int8", "fp8", "nvfp4"))  # it multiplies sums
 
 
 @dataclass(frozen=True)
@@ -151,25 +95,10 @@ class Weight(Codes):
     kind: str
     group: int  # numbers that share a scale
 
-    @property
-    def quads(self) -> int:
-        """Quads (16 bytes of codes) of a row."""
-        return self.parts[0].shape[-1] // 4
-
-    @property
-    def out(self) -> int:
-        """Rows of one expert's weight."""
-        return self.parts[0].shape[-2]
-
-    @property
-    def gpu(self) -> Gpu:
-        """The GPU that has the weight."""
-        return gpu_of(self.parts[0].device)
-
-    @property
-    def multiprocessors(self) -> int:
-        """Multiprocessors of the GPU that has the weight."""
-        return self.gpu.multiprocessors
+    quads = property(lambda s: s.parts[0].shape[-1] // 4)  # quads (16 bytes of codes) of a row
+    out = property(lambda s: s.parts[0].shape[-2])  # rows of one expert's weight
+    gpu = property(lambda s: gpu_of(s.parts[0].device))  # the GPU that has the weight
+    multiprocessors = property(lambda s: s.gpu.multiprocessors)
 
     @property
     def tensors(self) -> WeightTensors:
@@ -186,10 +115,7 @@ class Weight(Codes):
             return WITHOUT_STEPS
         return LAYOUTS.get(self.kind, WeightTensors._fields)
 
-    @property
-    def width(self) -> int:
-        """Numbers of a row."""
-        return 4 * self.quads * self.fields
+    width = property(lambda s: 4 * s.quads * s.fields)  # numbers of a row
 
 
 def kernel_tensors(parts: dict[str, Tensor], kind: str) -> WeightTensors:

@@ -118,9 +118,6 @@ def dot_six_bits(word, high, x_low, x_high, low, high_sum, M: tl.constexpr):
     return dot_bytes(first, x_low, low, True), dot_bytes(second, x_high, high_sum, True)
 
 
-# Codes of a table ---------------------------------------------------------------------------------
-
-
 @jit
 def e2m1_table(zero):
     """Return 12 + twice each e2m1 number as bytes: codes 0 to 3, 4 to 7, 8 to 11, 12 to 15."""

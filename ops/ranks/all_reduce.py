@@ -40,10 +40,7 @@ class Push:
     ranks: int
     block: int = WORDS
 
-    @property
-    def rows(self) -> int:
-        """Rows of a tile that has a row for each rank."""
-        return triton.next_power_of_2(self.ranks)
+    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
 
 
 @jit
@@ -156,8 +153,7 @@ def push_all_reduce(
     shape and dtype are those of `like`. Or, given weights fp32 [1, A], x has a token's
     A terms [1, A, D] in that dtype or fp32, whose weighted sum is this rank's message.
 
-    residual, like `like`: return residual + scale * sum. With PDL it is loaded while the
-    previous kernel runs, which must not write it.
+    residual, like `like`: return residual + scale * sum.
     """
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
     words, terms = y.nbytes // 4, 0 if weights is None else weights.numel()

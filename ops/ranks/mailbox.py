@@ -60,15 +60,8 @@ class Messages:
     stride: int  # words from one rank's message to the next one's
     counters: int  # of calls
 
-    @property
-    def half(self) -> int:
-        """Words of one half of the inbox."""
-        return self.ranks * self.stride
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile that has a row for each rank."""
-        return triton.next_power_of_2(self.ranks)
+    half = property(lambda s: s.ranks * s.stride)  # words of one half of the inbox
+    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
 
 
 def messages_of(inbox: TokenInbox) -> Messages:
@@ -89,19 +82,15 @@ def can_receive(x: Tensor, ranks: int, branches: int = 1) -> bool:
     return D % 8 == 0 and branches * D <= MAX_DIM and words_of(D, ranks) <= MAX_WORDS
 
 
-# Sending ------------------------------------------------------------------------------------------
-
-
 @jit
 def find_outboxes(slots, calls, s: tl.constexpr):
     """Return where a product's part of this call's message belongs on each rank, and the number.
 
     The kernel that received the previous call must have ended: load after gdc_wait.
     """
-    RANKS: tl.constexpr = s.ranks
     call = tl.load(calls) + 1
     outboxes = ()
-    for rank in tl.static_range(RANKS):
+    for rank in tl.static_range(s.ranks):
         slot = tl.load(slots + rank).to(tl.pointer_type(tl.int32))
         outboxes = outboxes + (slot + (call & 1) * s.half + s.begin,)
     return outboxes, call
@@ -113,9 +102,6 @@ def send_rows(values, outboxes, call, at, stores, RANKS: tl.constexpr):
     words = values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | call << 16
     for rank in tl.static_range(RANKS):
         tl.store(outboxes[rank] + at, words, mask=stores)
-
-
-# Receiving ----------------------------------------------------------------------------------------
 
 
 @jit

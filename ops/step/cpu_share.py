@@ -70,9 +70,7 @@ class Ask:
     active: int  # A
     dim: int  # D
 
-    @property
-    def pairs_tile(self) -> int:
-        return triton.next_power_of_2(self.tokens * self.active)
+    pairs_tile = property(lambda s: triton.next_power_of_2(s.tokens * s.active))
 
 
 @jit

@@ -1,10 +1,5 @@
 """Passes of sequences, apart from the model, in Triton kernels: `runtime.verification` on a GPU.
 
-    begin_pass     each pass's tokens, positions and last real one
-    find_best, rank    the largest logits after each token (ops/step/token_draw.py)
-    check_drafts   after each token: is the next draft accepted, and the model's own token if not
-    accept         how many drafts are accepted, the tokens, and the step behind them
-
 B sequences have T = N + 1 tokens each, some of which may be padding. The plain forms draw the same
 random numbers, so that both accept the same drafts.
 """
@@ -16,16 +11,6 @@ from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl
 from ops.step import token_draw
-from ops.step.token_draw import (
-    Draw,
-    exponential,
-    load_controls,
-    noise_key,
-    order_largest,
-    pick,
-    uniform,
-    weigh,
-)
 
 MOST = 16  # tokens of a sequence's pass
 NO_DRAFT = -2  # stands for drafts that a sequence does not have; none follows it
@@ -42,13 +27,10 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Check(Draw):
+class Check(token_draw.Draw):
     """Settings of `_check_drafts`."""
 
     stream: int = 0  # accepts by its random numbers
-
-
-# Kernels ------------------------------------------------------------------------------------------
 
 
 # Grid [B]. n: N. Padding repeats the sequence's newest token.
@@ -92,15 +74,15 @@ def _check_drafts(
     row = tl.program_id(0)
     sequence, at = row // (n + 1), row % (n + 1)
     controls = state.controls + sequence * s.controls
-    rules = load_controls(controls, s)
+    rules = token_draw.load_controls(controls, s)
     penalty, seed = tl.load(controls + 4), tl.load(state.seeds + sequence)
     await_previous(PDL)
     place = tl.load(state.position + sequence)
-    chance = uniform(noise_key(seed, place, s.stream), at + 0 * place)
+    chance = token_draw.uniform(token_draw.noise_key(seed, place, s.stream), at + 0 * place)
     passed += sequence * (n + 1)
     source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1
     ordered += row * 2 * s.top
-    candidates, weight, finite = weigh(source, rules, ordered, crowded + row, s)
+    candidates, weight, finite = token_draw.weigh(source, rules, ordered, crowded + row, s)
     has_draft = at < tl.load(last + sequence)
     p, accepted = weight, finite & has_draft
     if has_draft:
@@ -115,10 +97,10 @@ def _check_drafts(
             left = tl.load(q + candidates, mask=weight > 0.0, other=0.0)
         accepted &= chance * q_draft < p_draft
         p = tl.maximum(p - left, 0.0)
-    key = noise_key(seed, place, 0)
-    score = tl.where(weight > 0.0, p / exponential(key, candidates), -1.0)
+    key = token_draw.noise_key(seed, place, 0)
+    score = tl.where(weight > 0.0, p / token_draw.exponential(key, candidates), -1.0)
     tl.store(good + row, accepted.to(tl.int32))
-    tl.store(own + row, pick(score, candidates, finite, s))
+    tl.store(own + row, token_draw.pick(score, candidates, finite, s))
 
 
 # Grid [B]. An idle sequence gets no token and stays where it is.
@@ -142,9 +124,6 @@ def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.
     tl.store(state.position + sequence, place + taken)
     seen = state.seen + sequence * s.V
     tl.store(seen + tl.where(number < 0, s.V - 1, number), True, mask=at <= n)
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def begin_pass(state: tuple, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +158,7 @@ def verify_pass(
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
     s = Check(V, token_draw.GROUPS, stream=stream)
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
-    ordered, crowded = order_largest(logits, state.seen, passed, state.controls, s)
+    ordered, crowded = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)
     own = torch.empty(B * T, dtype=torch.int64, device=device)
     given = logits, state, passed, last, q, ordered, crowded

@@ -4,14 +4,6 @@ The GPU keeps R of a layer's E experts in slots. `page` looks the chosen experts
 miss it copies some into the slots of the least recently used ones. It leaves the others to the CPU
 (ops/step/cpu_share.py). Everything runs on the device, so that a decode step can be captured in a
 CUDA graph.
-
-The table of a layer (buffers of `offload.cache.DeviceExpertCache`, all int64):
-
-    slot      [E]  an expert's slot; R if it is not cached
-    last_use  [E]  clock value of its last use
-    counters  [4]  clock, hits, misses, and misses that are not copied. A call with P chosen
-                   experts adds P to the clock
-    copies    [N]  how many of n misses are copied; more misses than N - 1 are all copied
 """
 
 from dataclasses import dataclass
@@ -30,12 +22,13 @@ MAX_PAIRS = 128  # chosen experts of a call, P
 
 
 class Table(NamedTuple):
-    """A layer's table, as above."""
+    """A layer's table: buffers of `offload.cache.DeviceExpertCache`, int64."""
 
-    slot: Tensor
-    last_use: Tensor
+    slot: Tensor  # [E]: an expert's slot; R if it is not cached
+    last_use: Tensor  # [E]: clock value of its last use
+    # [4]: clock, hits, misses, and misses that are not copied. A call adds P to the clock.
     counters: Tensor
-    copies: Tensor
+    copies: Tensor  # [N]: how many of n misses are copied; of more than N - 1 all are
 
 
 @dataclass(frozen=True)
@@ -47,13 +40,8 @@ class Place:
     pairs: int  # P
     copies: int  # N
 
-    @property
-    def experts_tile(self) -> int:
-        return triton.next_power_of_2(self.E)
-
-    @property
-    def pairs_tile(self) -> int:
-        return triton.next_power_of_2(self.pairs)
+    experts_tile = property(lambda s: triton.next_power_of_2(s.E))
+    pairs_tile = property(lambda s: triton.next_power_of_2(s.pairs))
 
 
 def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
@@ -92,10 +80,8 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     SLOTS: tl.constexpr = s.slots
     E: tl.constexpr = s.E
     P: tl.constexpr = s.pairs
-    E_POW2: tl.constexpr = s.experts_tile
-    P_POW2: tl.constexpr = s.pairs_tile
     slot, last_use, counters = table.slot, table.last_use, table.counters
-    p, e = tl.arange(0, P_POW2), tl.arange(0, E_POW2)
+    p, e = tl.arange(0, s.pairs_tile), tl.arange(0, s.experts_tile)
     ids = tl.load(chosen + p, mask=p < P, other=-1)
     valid = (ids >= 0) & (ids < E)
     same = (ids[:, None] == ids[None, :]) & valid[:, None]
@@ -141,14 +127,6 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(targets + p, tl.where(valid, first, SLOTS), mask=p < P)
 
 
-def place_by_kernel(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
-    """`place` on a GPU, in one kernel."""
-    to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
-    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
-    launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
-    return to_copy, targets
-
-
 def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     """Give chosen experts slots and update the table -> experts to copy, and each one's slot.
 
@@ -157,8 +135,12 @@ def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:
     and the slot of the chosen one, R if it is in none. Hits count as used before misses, each in
     the order of `chosen`. The n-th miss takes the slot of the n-th victim, the least recently used.
     """
-    by_kernel = can_launch(chosen)
-    return (place_by_kernel if by_kernel else place_plainly)(chosen, table, slots)
+    if not can_launch(chosen):
+        return place_plainly(chosen, table, slots)
+    to_copy, targets = torch.empty_like(chosen), torch.empty_like(chosen)
+    s = Place(slots, len(table.slot), len(chosen), len(table.copies))
+    launch(_place, (1,), chosen, table, to_copy, targets, settings=s)
+    return to_copy, targets
 
 
 # Copies -------------------------------------------------------------------------------
@@ -188,7 +170,6 @@ class Fetch:
 # ops/compile_ahead.py for each layer and run.
 @jit(do_not_specialize_on_alignment=("experts", "slots"))  # a wave's begin anywhere
 def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
-    CHUNK: tl.constexpr = s.chunk
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= 0:
@@ -196,7 +177,7 @@ def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
         blob = tl.load(host).to(tl.pointer_type(tl.int32)) + expert * s.blob_words
         for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
             row = chunks + chunk * 4
-            word, size = tl.arange(0, CHUNK), tl.load(row + 3)
+            word, size = tl.arange(0, s.chunk), tl.load(row + 3)
             source = blob + tl.load(row) + word
             target = pool + tl.load(row + 1) + slot * tl.load(row + 2) + word
             if s.vectorize:  # a lane copies 4 words at once
@@ -206,8 +187,9 @@ def _fetch(experts, slots, host, pool, chunks, count, s: tl.constexpr):
             tl.store(target, tl.load(source, mask=word < size), mask=word < size)
 
 
-def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
-    """layout as in `fetch` -> the rows of `chunks` of `_fetch`."""
+@cache
+def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    """Return the `chunks` of `_fetch`, made once, since a captured step cannot copy them."""
     chunks = []
     for start, size in zip(layout[::2], layout[1::2], strict=True):
         start, size = start // 4, size // 4
@@ -215,35 +197,13 @@ def list_chunks(layout: tuple[int, ...], slots: int) -> list[list[int]]:
             [start + n, slots * start + n, size, min(CHUNK_WORDS, size - n)]
             for n in range(0, size, CHUNK_WORDS)
         ]
-    return chunks
-
-
-@cache
-def _chunk_table(layout: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
-    """Return `list_chunks` on the device, made once, since a captured step cannot copy it."""
-    return torch.tensor(list_chunks(layout, slots)).to(device)
+    return torch.tensor(chunks).to(device)
 
 
 @cache
 def _address(address: int, device: torch.device) -> Tensor:
     """Return an address on the device, made once, since a captured step cannot copy it."""
     return torch.tensor([address]).to(device)
-
-
-def fetch_by_kernel(
-    experts: Tensor, slots: Tensor, host: Tensor, pool: Tensor, layout: list[int], programs: int
-) -> None:
-    """`fetch` on a GPU, in one kernel that reads registered host memory itself.
-
-    Sizes are multiples of 4 bytes.
-    """
-    chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
-    grid = min(len(chunks), programs), len(experts)
-    s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
-    words = pool.view(torch.int32)
-    address = _address(host.data_ptr(), pool.device)
-    tensors = experts, slots, address, words, chunks, len(chunks)
-    launch(_fetch, grid, *tensors, settings=s)
 
 
 def fetch_plainly(
@@ -259,7 +219,7 @@ def fetch_plainly(
 
 
 def fetches_by_kernel(host: Tensor, pool: Tensor, layout: list[int]) -> bool:
-    """Whether a kernel copies: on a GPU, from registered memory, in words of 4 bytes."""
+    """Whether a kernel copies: on a GPU, itself from registered memory, in words of 4 bytes."""
     words = all(size % 4 == 0 for size in layout[1::2])
     return words and can_launch(pool) and host.is_pinned()
 
@@ -279,10 +239,14 @@ def fetch(
     a tensor's slots [R, size] from byte R * start on. programs: of a kernel, at most,
     for each expert. With a few, kernels of other streams run beside it.
     """
-    if fetches_by_kernel(host, pool, layout):
-        fetch_by_kernel(experts, slots, host, pool, layout, programs)
-    else:
+    if not fetches_by_kernel(host, pool, layout):
         fetch_plainly(experts, slots, host, pool, layout)
+        return
+    chunks = _chunk_table(tuple(layout), pool.numel() // host.shape[1], pool.device)
+    s = Fetch(host.shape[1] // 4, all(size % 16 == 0 for size in layout[1::2]))
+    address, words = _address(host.data_ptr(), pool.device), pool.view(torch.int32)
+    tensors = experts, slots, address, words, chunks, len(chunks)
+    launch(_fetch, (min(len(chunks), programs), len(experts)), *tensors, settings=s)
 
 
 class Found(NamedTuple):

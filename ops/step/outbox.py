@@ -18,9 +18,7 @@ class Post:
     rows: int
     stride: int  # numbers of a slot
 
-    @property
-    def block(self) -> int:
-        return triton.next_power_of_2(self.rows)
+    block = property(lambda s: triton.next_power_of_2(s.rows))
 
 
 # Grid [1].
@@ -35,9 +33,6 @@ def _post(token, count, slots, s: tl.constexpr, PDL: tl.constexpr):
 
 
 def post_tokens(token: Tensor, count: Tensor, slots: Tensor) -> None:
-    """Copy token int64 [rows, 1] to slots [count % 2, : rows]; increment count int64 [1].
-
-    slots int64 [2, B]: in pinned host memory.
-    """
+    """Copy token [rows, 1] to pinned slots [2, B], row count % 2; increment count. All int64."""
     settings = Post(len(token), slots.shape[1])
     launch(_post, (1,), token, count, slots, settings=settings, warps=1)

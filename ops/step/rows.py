@@ -27,10 +27,7 @@ class Move:
     exchange: bool
     block: int = 1024  # words that a program copies at once
 
-    @property
-    def word(self):
-        """Triton's type of a word."""
-        return getattr(tl, WORDS[self.bytes])
+    word = property(lambda s: getattr(tl, WORDS[s.bytes]))  # Triton's type of a word
 
 
 # Grid [P, PROGRAMS]. A plane is memory [rows, S, words] with any distance from row to row.

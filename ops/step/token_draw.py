@@ -42,23 +42,11 @@ class Draw:
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
     controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
 
-    @property
-    def size(self) -> int:
-        """Tokens of a group, rounded up to a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.V, self.groups * self.run) * self.run)
-
-    @property
-    def keys(self) -> int:
-        """Keys of a row in `best`."""
-        return self.groups * self.kept
-
-    @property
-    def max_top_k(self) -> int:
-        """`_search` would write past `ordered` for more than TOP, and never end for more than V."""
-        return min(self.top, self.V)
-
-
-# Kernels ------------------------------------------------------------------------------------------
+    # Tokens of a group, rounded up to a power of two.
+    size = property(lambda s: triton.next_power_of_2(triton.cdiv(s.V, s.groups * s.run) * s.run))
+    keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
+    # `_search` would write past `ordered` for more than TOP, and never end for more than V.
+    max_top_k = property(lambda s: min(s.top, s.V))
 
 
 @jit
@@ -87,11 +75,6 @@ def _key(bits, token):
 def _logit_of(key):
     bits = (key >> 32).to(tl.int32)
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
-def _token_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 # Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
@@ -258,7 +241,8 @@ def weigh(source, rules, ordered, crowded, s: tl.constexpr):
         before = tl.cumsum(weight, 0) - weight
         weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
     finite = tl.abs(largest) < float("inf")
-    return _token_of(key), tl.where(weight >= min_p, weight, 0.0), finite
+    token = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+    return token, tl.where(weight >= min_p, weight, 0.0), finite
 
 
 @jit
@@ -289,9 +273,6 @@ def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     tl.store(seen + tl.where(finite, number, s.V - 1), True)
 
 
-# Launching ----------------------------------------------------------------------------------------
-
-
 def draw_tokens(logits: Tensor, state: tuple) -> None:
     """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
 
@@ -307,11 +288,7 @@ def draw_tokens(logits: Tensor, state: tuple) -> None:
 
 
 def order_largest(
-    logits: Tensor,
-    seen: Tensor,
-    passed: Tensor | None,
-    controls: Tensor,
-    s: Draw,
+    logits: Tensor, seen: Tensor, passed: Tensor | None, controls: Tensor, s: Draw
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, 2, TOP], and `crowded` [R].
 
