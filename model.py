@@ -501,10 +501,14 @@ class Block(nn.Module):
         A block ends with the next block's norm: the residual sum before it and the norm are one
         kernel. A dense block returns None for indices and weights.
         """
-        x, h = self.add_attention(x, self.attention(normed, context), self.ffn_norm)
+        x, h = self.attend(x, normed, context)
         y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1))
         x, normed = self.add_ffn(x, y, next_norm)
         return x, normed, expert_indices, expert_weights
+
+    def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """x and its norm [B, Q, D] -> x after attention, and the input of the FFN."""
+        return self.add_attention(x, self.attention(normed, context), self.ffn_norm)
 
 
 class Runner:

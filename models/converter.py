@@ -57,11 +57,12 @@ SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
     *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
+    *(".down.weight", ".up.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
 DEQUANTIZED = (
     *(".wkv", ".wba.weight", ".wdt.weight"),
-    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight"),
+    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight", ".inject.weight"),
 )
 
 

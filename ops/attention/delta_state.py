@@ -30,7 +30,7 @@ class Gates(NamedTuple):
 
     ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
     a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
-    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
+    output: Tensor | None = None  # [B, T, H Cv]: the output's
 
 
 class Pending(NamedTuple):
@@ -72,7 +72,8 @@ class DeltaSettings:
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
-    channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
+    channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
+    sigmoid_gate: bool = False  # the output gate's activation; else SiLU
 
     @property
     def gates(self) -> int:
@@ -376,7 +377,7 @@ def pending_decays(head, s: tl.constexpr):
 @jit
 def gate_factor(x, gate, s: tl.constexpr):
     """Return x, times the gate if its activation is SiLU. The sigmoid is the caller's."""
-    if s.channel_decay:
+    if s.sigmoid_gate:
         return x
     else:
         return x * gate

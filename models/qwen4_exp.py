@@ -1,0 +1,118 @@
+"""Qwen4-Exp (Qwen3.8-Flash-Next), text alone: Qwen3.5's layers between several residual streams."""
+
+from dataclasses import dataclass
+
+from model import Block
+from models.config import HFConfig, nested_text_config
+from models.layers.gated_attention import GatedAttention
+from models.layers.gated_delta_net import DeltaNet
+from models.layers.gated_hybrid import KINDS, HybridArgs, HybridFamily, HybridTransformer
+from models.layers.hyper_connections import (
+    StreamBlock,
+    StreamTransformer,
+    mixer_recipes,
+    sublayer_recipes,
+)
+from models.layers.shared_expert import GatedSharedExpertMoE
+from models.tensors import Recipes
+
+INDEXED = "indexed_attention"  # another name of the second of KINDS
+INDEXER = tuple(
+    f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")
+)
+
+
+@dataclass(frozen=True)
+class Qwen4ExpArgs(HybridArgs):
+    streams: int = 4  # S: residual streams (models/layers/hyper_connections.py)
+    stream_rank: int = 320
+
+    def constraints(self) -> dict[str, bool]:
+        return super().constraints() | {"streams": self.streams > 1}
+
+
+class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
+    args: Qwen4ExpArgs
+
+    def make_block(self, args: Qwen4ExpArgs, layer: int) -> Block:
+        block = StreamBlock(args, layer)
+        block.attention = GatedAttention(args) if layer in args.full_layers else DeltaNet(args)
+        block.ffn = GatedSharedExpertMoE(args)
+        return block
+
+
+class Qwen4ExpText(HybridFamily):
+    """The text model alone, as transformers saves Qwen4ExpForCausalLM."""
+
+    name = "qwen4_exp_text"
+    args_class = Qwen4ExpArgs
+    model_class = Qwen4ExpTransformer
+    defaults = HybridFamily.defaults | dict(
+        vocab_size=248320,
+        num_hidden_layers=40,
+        num_experts=512,
+        num_experts_per_tok=10,
+        norm_topk_prob=True,
+        hc_count=4,
+        hc_lowrank=320,
+    )
+    field_of_key = HybridFamily.field_of_key | {
+        "norm_topk_prob": "norm_topk",
+        "hc_count": "streams",
+        "hc_lowrank": "stream_rank",
+    }
+    nullable = *HybridFamily.nullable, "output_gate_type", "ple_layer_ids", "ple_embed_dim"
+    only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
+    only |= {"ple_layer_ids": [], **dict.fromkeys(INDEXER)}
+    # How the layer of a published head reads the streams is not known.
+    published_head = None
+    left_out = ("mtp.",)
+
+    def arg_fields(self, c: HFConfig) -> dict:
+        fields = super().arg_fields(c)
+        if c["hc_count"] < 2:
+            c.refuse("hc_count", "at least 2 residual streams are needed")
+        if c.count("shared_expert_intermediate_size") == 0:
+            c.refuse("shared_expert_intermediate_size", "a shared expert is needed")
+        gate = c.get("output_gate_type", "silu")
+        if gate not in ("silu", "sigmoid"):
+            c.refuse("output_gate_type", "'silu' or 'sigmoid' is needed")
+        return fields | {"delta_gate": gate}
+
+    def window_fields(self, c: HFConfig) -> dict:
+        kinds = c["layer_types"]
+        if isinstance(kinds, list):
+            c["layer_types"] = [KINDS[1] if kind == INDEXED else kind for kind in kinds]
+        return super().window_fields(c)
+
+    def to_hf(self, args: Qwen4ExpArgs) -> dict:
+        config = super().to_hf(args)
+        kinds = [INDEXED if kind == KINDS[1] else kind for kind in config["layer_types"]]
+        return config | {"layer_types": kinds, "output_gate_type": args.delta_gate}
+
+    # Conversion ---------------------------------------------------------------------------------
+
+    def norm_recipes(self, args: Qwen4ExpArgs) -> Recipes:
+        return {
+            name: recipe
+            for ours, theirs in (("attention", "attn"), ("ffn", "mlp"))
+            for name, recipe in sublayer_recipes(
+                args, f"{ours}_mixer", f"{theirs}_hyper_connection", f"{ours}_norm"
+            ).items()
+        }
+
+    def rest_recipes(self, args: Qwen4ExpArgs) -> Recipes:
+        last = mixer_recipes(args, "norm.mixer", "model.hyper_connection_mixer", "norm")
+        return super().rest_recipes(args) | last
+
+
+class Qwen4Exp(Qwen4ExpText):
+    """The model with vision, of which the text part is run. M-RoPE is RoPE for text."""
+
+    name = "qwen4_exp"
+    renamed_tensors = (("model.language_model.", "model."),)
+    left_out = "model.visual.", *Qwen4ExpText.left_out
+    fixed = Qwen4ExpText.fixed | {"family": Qwen4ExpText.name}  # what is left is that model
+
+    def text_config(self, config: dict) -> dict:
+        return nested_text_config(config)
