@@ -35,7 +35,7 @@ CPU_CHUNK = 1 << 17  # on a CPU: temporaries stay in its cache, and their memory
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
 NEVER_PACKED = (
     *(".router", ".shared_gate", ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate"),
-    ".inject",
+    *(".windex", ".inject"),
 )
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
 MTP = "mtp"

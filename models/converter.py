@@ -62,7 +62,7 @@ PACKABLE = (
 # Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
 DEQUANTIZED = (
     *(".wkv", ".wba.weight", ".wdt.weight"),
-    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight", ".inject.weight"),
+    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight", ".inject.weight", ".windex.weight"),
 )
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from model import Block
 from models.config import HFConfig, nested_text_config
-from models.layers.gated_attention import GatedAttention
 from models.layers.gated_delta_net import DeltaNet
 from models.layers.gated_hybrid import KINDS, HybridArgs, HybridFamily, HybridTransformer
 from models.layers.hyper_connections import (
@@ -13,22 +12,36 @@ from models.layers.hyper_connections import (
     mixer_recipes,
     sublayer_recipes,
 )
+from models.layers.indexed_attention import (
+    IndexedAttention,
+    IndexSizes,
+    indexed_attention_recipes,
+)
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.tensors import Recipes
 
 INDEXED = "indexed_attention"  # another name of the second of KINDS
-INDEXER = tuple(
-    f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")
-)
 
 
 @dataclass(frozen=True)
 class Qwen4ExpArgs(HybridArgs):
     streams: int = 4  # S: residual streams (models/layers/hyper_connections.py)
     stream_rank: int = 320
+    index_heads: int = 4  # of the index that chooses blocks (models/layers/indexed_attention.py)
+    index_dim: int = 128
+    index_budget: int = 2048  # positions that a query attends to, beside those of the last block
+    index_ratio: int = 4  # positions of a block
 
     def constraints(self) -> dict[str, bool]:
-        return super().constraints() | {"streams": self.streams > 1}
+        return super().constraints() | {
+            "streams": self.streams > 1,
+            "index_dim": self.index_dim >= self.rotary_dim and self.index_dim % 2 == 0,
+            "index_budget": self.index_budget % self.index_ratio == 0,
+        }
+
+    @property
+    def index_sizes(self) -> IndexSizes:
+        return IndexSizes(self.index_heads, self.index_dim, self.index_budget, self.index_ratio)
 
 
 class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
@@ -36,7 +49,7 @@ class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
 
     def make_block(self, args: Qwen4ExpArgs, layer: int) -> Block:
         block = StreamBlock(args, layer)
-        block.attention = GatedAttention(args) if layer in args.full_layers else DeltaNet(args)
+        block.attention = IndexedAttention(args) if layer in args.full_layers else DeltaNet(args)
         block.ffn = GatedSharedExpertMoE(args)
         return block
 
@@ -60,10 +73,14 @@ class Qwen4ExpText(HybridFamily):
         "norm_topk_prob": "norm_topk",
         "hc_count": "streams",
         "hc_lowrank": "stream_rank",
+        "indexer_n_heads": "index_heads",
+        "indexer_head_dim": "index_dim",
+        "indexer_budget": "index_budget",
+        "indexer_compress_ratio": "index_ratio",
     }
     nullable = *HybridFamily.nullable, "output_gate_type", "ple_layer_ids", "ple_embed_dim"
     only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
-    only |= {"ple_layer_ids": [], **dict.fromkeys(INDEXER)}
+    only |= {"ple_layer_ids": [], "indexer_kv_heads": 1}
     # How the layer of a published head reads the streams is not known.
     published_head = None
     left_out = ("mtp.",)
@@ -77,6 +94,12 @@ class Qwen4ExpText(HybridFamily):
         gate = c.get("output_gate_type", "silu")
         if gate not in ("silu", "sigmoid"):
             c.refuse("output_gate_type", "'silu' or 'sigmoid' is needed")
+        if c["indexer_budget"] % c["indexer_compress_ratio"]:
+            ratio = c["indexer_compress_ratio"]
+            c.refuse("indexer_budget", f"a multiple of indexer_compress_ratio = {ratio} is needed")
+        if c["indexer_head_dim"] < fields["rotary_dim"] or c["indexer_head_dim"] % 2:
+            least = fields["rotary_dim"]
+            c.refuse("indexer_head_dim", f"an even number from {least} on is needed")
         return fields | {"delta_gate": gate}
 
     def window_fields(self, c: HFConfig) -> dict:
@@ -88,7 +111,8 @@ class Qwen4ExpText(HybridFamily):
     def to_hf(self, args: Qwen4ExpArgs) -> dict:
         config = super().to_hf(args)
         kinds = [INDEXED if kind == KINDS[1] else kind for kind in config["layer_types"]]
-        return config | {"layer_types": kinds, "output_gate_type": args.delta_gate}
+        own = {"output_gate_type": args.delta_gate, "indexer_kv_heads": 1}
+        return config | own | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
 
@@ -100,6 +124,9 @@ class Qwen4ExpText(HybridFamily):
                 args, f"{ours}_mixer", f"{theirs}_hyper_connection", f"{ours}_norm"
             ).items()
         }
+
+    def attention_recipes(self, args: Qwen4ExpArgs) -> Recipes:
+        return indexed_attention_recipes(args)
 
     def rest_recipes(self, args: Qwen4ExpArgs) -> Recipes:
         last = mixer_recipes(args, "norm.mixer", "model.hyper_connection_mixer", "norm")

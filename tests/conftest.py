@@ -118,6 +118,20 @@ FAMILIES = {
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeForCausalLM(
         transformers.Qwen3_5MoeTextConfig(**COMMON | HYBRID)
     ),
+    # Three streams, sigmoid gates; an index that chooses two of a prompt's blocks.
+    "qwen4_exp": lambda: transformers.Qwen4ExpForCausalLM(
+        transformers.Qwen4ExpTextConfig(
+            **COMMON | HYBRID,
+            hc_count=3,
+            hc_lowrank=32,
+            output_gate_type="sigmoid",
+            indexer_n_heads=2,
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=8,
+            indexer_compress_ratio=4,
+        )
+    ),
     # Windows, two kinds of heads and of RoPE, a dense FFN beside the experts, a soft cap that caps.
     "gemma4": lambda: transformers.Gemma4ForCausalLM(
         transformers.Gemma4TextConfig(

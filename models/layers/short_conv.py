@@ -48,6 +48,16 @@ class ConvCache(KVCache):
         return inputs
 
 
+def allocate_inputs(batch: int, length: int, width: int, channels: int, like: Tensor) -> ConvCache:
+    """Make a cache of the last W inputs [N] of `batch` sequences, as dtype and device of `like`.
+
+    length: positions of a sequence. The cache is a ring if W is shorter.
+    """
+    slots = cache_slots(length, width)
+    kind = ring_of(ConvCache) if slots < length else ConvCache
+    return kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+
+
 class ConvTaps(nn.Module):
     """Holds the weight [N, W] of the convolution, and its bias."""
 
@@ -78,9 +88,7 @@ class ShortConv(nn.Module):
         self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
     ) -> ConvCache:
         """Make this layer's state in the dtype and on the device of `like`, and return it."""
-        slots, channels = cache_slots(length, self.width), len(self.conv.weight)
-        kind = ring_of(ConvCache) if slots < length else ConvCache
-        self.cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+        self.cache = allocate_inputs(batch, length, self.width, len(self.conv.weight), like)
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

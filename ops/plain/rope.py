@@ -13,14 +13,22 @@ def rope_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Ten
 
 
 def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: int = 0) -> Tensor:
-    """Return the cosines, then the signed sines, of positions 0 .. length - 1: fp32 [length, 2 C].
+    """Return `rope_rows` of positions 0 .. length - 1: fp32 [length, 2 C]."""
+    positions = torch.arange(length, device=frequencies.device)
+    return rope_rows(frequencies, positions, scale, unrotated)
+
+
+def rope_rows(
+    frequencies: Tensor, positions: Tensor, scale: float = 1.0, unrotated: int = 0
+) -> Tensor:
+    """Return the cosines, then the signed sines, of positions [...]: fp32 [..., 2 C].
 
     frequencies: from `rope_frequencies`. scale: factor of cosines and sines. unrotated: how many
     numbers of a head keep their value: their cosine is 1 and their sine 0.
     """
-    angles = torch.outer(torch.arange(length, device=frequencies.device).float(), frequencies)
+    angles = positions.unsqueeze(-1).float() * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    zeros = cos.new_zeros(length, unrotated)
+    zeros = cos.new_zeros(*positions.shape, unrotated)
     return torch.cat((cos, cos, zeros + 1, -sin, sin, zeros), dim=-1)
 
 
