@@ -30,7 +30,7 @@ from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of
 from ops.inductor import custom_op, materialize
 from ops.plain.attention import attend, attend_masked
-from ops.plain.rope import rope_rows, rotate
+from ops.plain.rope import rotate_by
 from ops.plain.topk import largest_by_rank
 
 QUERIES_AT_ONCE = 128  # of a prompt: each has M scores and a mask of all positions
@@ -90,8 +90,7 @@ class IndexedAttention(GatedAttention):
         self.raw_keys = allocate_inputs(batch, length, sizes.ratio, sizes.dim, like)
         shape = batch, 1, -(-length // sizes.ratio), sizes.dim
         self.block_keys = KVCache(shape, like.dtype, like.device, parts=1)
-        frequencies, self.rope_scale = scaled_frequencies(self.args, self.rotary_dim, like.device)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("rotation", self.make_rotation(like.device), persistent=False)
         return JoinedState(cache, self.raw_keys, self.block_keys)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -125,11 +124,22 @@ class IndexedAttention(GatedAttention):
         chosen = best_blocks(scores, positions, R, self.sizes.chosen)
         return Choice(context.masks[self.window].bias, chosen)
 
+    def make_rotation(self, device: torch.device) -> Tensor:
+        """Return radians a position, and factors of cosines and of sines, fp32 [3, J].
+
+        A block begins before the call's tokens perhaps, so `Context.rope` has not all positions.
+        """
+        radians, scale = scaled_frequencies(self.args, self.rotary_dim, device)
+        ones, kept = torch.ones_like(radians), radians.new_zeros(self.sizes.dim - self.rotary_dim)
+        cos = scale * ones
+        rows = (radians, radians, kept), (cos, cos, kept + 1), (-cos, cos, kept)
+        return torch.stack([torch.cat(parts) for parts in rows])
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., J] by positions [...], which broadcast -> fp32."""
-        unrotated = self.sizes.dim - self.rotary_dim
-        rope = rope_rows(self.frequencies, positions, self.rope_scale, unrotated)
-        return rotate(x, rope, self.rotary_dim)
+        radians, cos, sin = self.rotation.unbind()
+        angles = positions.unsqueeze(-1).float() * radians
+        return rotate_by(x, angles.cos() * cos, angles.sin() * sin, self.rotary_dim)
 
     def append_keys(self, keys: Tensor, rows: Tensor, first: Tensor, context: Context) -> None:
         """Store raw keys [B, Q, J], at positions from `first` [B, 1] on, and those of their blocks.
