@@ -35,7 +35,7 @@ class Qwen4ExpArgs(HybridArgs):
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
             "streams": self.streams > 1,
-            "index_dim": self.index_dim >= self.rotary_dim and self.index_dim % 2 == 0,
+            "index_dim": self.index_dim % self.rotary_dim == 0,
             "index_budget": self.index_budget % self.index_ratio == 0,
         }
 
@@ -63,6 +63,7 @@ class Qwen4ExpText(HybridFamily):
     defaults = HybridFamily.defaults | dict(
         vocab_size=248320,
         num_hidden_layers=40,
+        partial_rotary_factor=1.0,
         num_experts=512,
         num_experts_per_tok=10,
         norm_topk_prob=True,
@@ -97,9 +98,9 @@ class Qwen4ExpText(HybridFamily):
         if c["indexer_budget"] % c["indexer_compress_ratio"]:
             ratio = c["indexer_compress_ratio"]
             c.refuse("indexer_budget", f"a multiple of indexer_compress_ratio = {ratio} is needed")
-        if c["indexer_head_dim"] < fields["rotary_dim"] or c["indexer_head_dim"] % 2:
-            least = fields["rotary_dim"]
-            c.refuse("indexer_head_dim", f"an even number from {least} on is needed")
+        if c["indexer_head_dim"] % fields["rotary_dim"]:
+            rotated = fields["rotary_dim"]
+            c.refuse("indexer_head_dim", f"a multiple of the {rotated} rotated numbers is needed")
         return fields | {"delta_gate": gate}
 
     def window_fields(self, c: HFConfig) -> dict:
@@ -143,3 +144,23 @@ class Qwen4Exp(Qwen4ExpText):
 
     def text_config(self, config: dict) -> dict:
         return nested_text_config(config)
+
+    # As in text_config of Qwen/Qwen3.8-Flash-Next on the Hugging Face Hub.
+    shapes = {
+        "Qwen3.8-Flash-Next": dict(
+            hidden_size=2560,
+            num_hidden_layers=48,
+            num_attention_heads=24,
+            linear_num_value_heads=48,
+            moe_intermediate_size=640,
+            shared_expert_intermediate_size=640,
+            max_position_embeddings=262144,
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            output_gate_type="sigmoid",
+            indexer_n_heads=4,
+            indexer_head_dim=128,
+            indexer_budget=2048,
+            indexer_compress_ratio=4,
+        )
+    }
