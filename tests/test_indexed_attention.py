@@ -87,7 +87,8 @@ class Peers:
             p.data.normal_(0, 0.3 if p.dim() == 1 else p.shape[-1] ** -0.5, generator=generator)
         args = Args("qwen3_next", **SIZES, index=sizes)
         self.ours = IndexedAttention(args)
-        load_recipes(self.ours, indexed_attention_recipes(args), self.theirs.state_dict())
+        recipes, source = indexed_attention_recipes(args), self.theirs.state_dict()
+        load_recipes(self.ours, recipes, ("attention.", "self_attn."), source)
         self.model = HybridTransformer(args)  # for its table of RoPE
 
     def expect(self, x: Tensor, padding: list[int] | None = None) -> Tensor:
@@ -117,16 +118,19 @@ class Peers:
         return self.ours(x, Context(rope, Chunk(torch.tensor([row]), end), last=last))
 
 
-def load_recipes(module: torch.nn.Module, recipes: dict[str, Recipe], source: dict) -> None:
-    """Fill a layer's parameters from published tensors of one layer."""
+def load_recipes(
+    module: torch.nn.Module, recipes: dict[str, Recipe], prefixes: tuple[str, str], source: dict
+) -> None:
+    """Fill a layer's parameters from published tensors. prefixes: of our names, and of theirs."""
+    ours, theirs = prefixes
     parameters = dict(module.named_parameters())
-    assert {f"attention.{name}" for name in parameters} == recipes.keys()
+    assert {ours + name for name in parameters} == recipes.keys()
     for name, recipe in recipes.items():
         whole = torch.empty(recipe.shape)
-        for theirs, place in recipe.sources.items():
-            whole[place] = source[theirs.removeprefix("self_attn.")]
+        for original, place in recipe.sources.items():
+            whole[place] = source[original.removeprefix(theirs)]
         value = recipe.transform(whole) if recipe.transform else whole
-        parameters[name.removeprefix("attention.")].data.copy_(value)
+        parameters[name.removeprefix(ours)].data.copy_(value)
 
 
 def inputs(length: int, batch: int = 1, seed: int = 1) -> Tensor:
