@@ -153,6 +153,7 @@ class ConversionPlan:
             self.add_head(family, args)
         self.left_out = tensors.leave_out(heads, self.used)
         unused = tensors.tensors.keys() - self.used
+        unused = {name for name in unused if not name.endswith(family.computed)}
         if extra := sorted(name for name in unused if not self.is_inert(name, args)):
             shard, original = tensors.tensors[extra[0]]
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"
@@ -165,9 +166,11 @@ class ConversionPlan:
 
     def layout(self, layer: str) -> PublishedLayout:
         """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
-        names = (f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "up"))
-        fused = any(name in self.tensors.tensors for name in names)
-        return PublishedLayout(fused, self.format_name == "mxfp4")
+        names = frozenset(
+            name.removeprefix(layer) for name in self.tensors.tensors if name.startswith(layer)
+        )
+        fused = not names.isdisjoint({"mlp.experts.gate_up_proj", "mlp.experts.up_proj"})
+        return PublishedLayout(fused, self.format_name == "mxfp4", names=names)
 
     def add_head(self, family: Family, args: ModelArgs) -> None:
         """Plan the head for multi-token prediction, if it is there as its recipes need it.

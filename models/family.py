@@ -47,11 +47,12 @@ class Shard(NamedTuple):
 
 
 class PublishedLayout(NamedTuple):
-    """How a published checkpoint stores one layer's experts."""
+    """How a published checkpoint stores one layer."""
 
     fused: bool  # all experts in one tensor
-    packed: bool  # in MXFP4
+    packed: bool  # experts in MXFP4
     separate: bool = False  # gate and up of all experts are two tensors (GGUF)
+    names: frozenset[str] = frozenset()  # the layer's tensors, without its prefix
 
 
 class PublishedHead(NamedTuple):
@@ -122,6 +123,7 @@ class Family:
     # Where a head for multi-token prediction is published (models/multi_token.py).
     published_head: PublishedHead | None = None
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
+    computed: tuple[str, ...] = ()  # suffixes of tensors that follow from config.json
 
     def text_config(self, config: dict) -> dict:
         """Return the config of the language model, which may be nested in config.json."""
