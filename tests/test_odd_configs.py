@@ -163,7 +163,7 @@ SAME = [
     ("qwen3_next", {"shared_expert_intermediate_size": 0}),
     ("qwen3_5_moe", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
     ("qwen3_5_moe", {"shared_expert_intermediate_size": 0}),
-    ("qwen4_exp", {"layer_types": None, "full_attention_interval": 2}),
+    ("qwen4_exp", {"layer_types": None, "full_attention_interval": 3}),
     ("qwen4_exp", {"output_gate_type": None, "hc_count": 5, "hc_lowrank": 3}),
     ("qwen4_exp", {"indexer_budget": 21, "indexer_compress_ratio": 7, "num_experts": 11}),
     ("gemma4", {"per_layer_config": {}}),
