@@ -37,6 +37,7 @@ NEVER_PACKED = (
     *(".router", ".shared_gate", ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate"),
     *(".windex", ".inject"),
 )
+LOOKED_UP = (".table",)  # rows are unpacked one by one: fp8, whatever the others get
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
 MTP = "mtp"
 
@@ -104,7 +105,7 @@ def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
             sizes = [module.weight.shape[-1]]
-            name = FORMATS[names[role]].name_for(sizes[0])
+            name = "fp8" if path.endswith(LOOKED_UP) else FORMATS[names[role]].name_for(sizes[0])
             if has_gate_and_up(module, path) and FORMATS[name].blocks:
                 sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
             chosen[path] = name, tuple(sizes)

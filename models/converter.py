@@ -57,6 +57,7 @@ SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
     *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
+    *(".wkv.weight", ".table.weight"),
     *(".down.weight", ".up.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
@@ -404,6 +405,7 @@ class Conversion:
         if published:
             self.tensors.forget(NOT_NEEDED)
             self.tensors.name_block_scales()
+            self.tensors.share_scales()
         left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
         first = family.published_layers(args)
