@@ -154,7 +154,6 @@ class ConversionPlan:
             self.add_head(family, args)
         self.left_out = tensors.leave_out(heads, self.used)
         unused = tensors.tensors.keys() - self.used
-        unused = {name for name in unused if not name.endswith(family.computed)}
         if extra := sorted(name for name in unused if not self.is_inert(name, args)):
             shard, original = tensors.tensors[extra[0]]
             what = f"{original} (of {len(extra)}) has no place in the model of config.json"

@@ -123,7 +123,6 @@ class Family:
     # Where a head for multi-token prediction is published (models/multi_token.py).
     published_head: PublishedHead | None = None
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
-    computed: tuple[str, ...] = ()  # suffixes of tensors that follow from config.json
 
     def text_config(self, config: dict) -> dict:
         """Return the config of the language model, which may be nested in config.json."""

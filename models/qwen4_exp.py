@@ -21,7 +21,7 @@ from models.layers.indexed_attention import (
     indexed_attention_recipes,
 )
 from models.layers.ngram_embedding import (
-    COMPUTED,
+    IN_HOST_MEMORY,
     TABLE,
     NgramBlock,
     NgramSizes,
@@ -83,6 +83,7 @@ class Qwen4ExpArgs(HybridArgs):
 
 class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
     args: Qwen4ExpArgs
+    host_modules = IN_HOST_MEMORY
 
     def make_block(self, args: Qwen4ExpArgs, layer: int) -> Block:
         if layer in args.ngram_layers:
@@ -169,7 +170,6 @@ class Qwen4ExpText(HybridFamily):
     # How the layer of a published head reads the streams is not known.
     published_head = None
     left_out = ("mtp.",)
-    computed = COMPUTED
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)

@@ -45,11 +45,6 @@ from ops.plain.ngram_hash import (
 from ops.plain.short_conv import causal_conv
 
 TABLE = "ple.ple_embedding.ngram_embedding"  # its published name
-# Suffixes of published tensors that follow from config.json.
-COMPUTED = tuple(
-    f".ple_embedding.{name}"
-    for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
-)
 IN_HOST_MEMORY = ("ngrams.table",)  # modules whose parameters stay there: model.host_modules
 
 
