@@ -230,6 +230,12 @@ def stays_in_host_memory(model: nn.Module, path: str) -> bool:
     return path.endswith(getattr(model, "host_modules", ()))
 
 
+def host_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that stay in host memory, as `weight_bytes` counts."""
+    modules = model.named_modules()
+    return sum(weight_bytes(m, dtype) for path, m in modules if stays_in_host_memory(model, path))
+
+
 def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] = ()) -> int:
     """Return the bytes of the weights, of those that are not packed in `dtype`.
 

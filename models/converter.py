@@ -166,9 +166,11 @@ class ConversionPlan:
 
     def layout(self, layer: str) -> PublishedLayout:
         """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
-        names = (f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "up"))
-        fused = any(name in self.tensors.tensors for name in names)
-        return PublishedLayout(fused, self.format_name == "mxfp4")
+        names = frozenset(
+            name.removeprefix(layer) for name in self.tensors.tensors if name.startswith(layer)
+        )
+        fused = not names.isdisjoint({"mlp.experts.gate_up_proj", "mlp.experts.up_proj"})
+        return PublishedLayout(fused, self.format_name == "mxfp4", names=names)
 
     def add_head(self, family: Family, args: ModelArgs) -> None:
         """Plan the head for multi-token prediction, if it is there as its recipes need it.

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from model import Block
+from torch import Tensor
+
+from model import Block, Chunk, Context, is_layer
 from models.config import HFConfig, nested_text_config
+from models.family import PublishedLayout
 from models.layers.gated_delta_net import DeltaNet
 from models.layers.gated_hybrid import KINDS, HybridArgs, HybridFamily, HybridTransformer
 from models.layers.hyper_connections import (
@@ -17,8 +20,15 @@ from models.layers.indexed_attention import (
     IndexSizes,
     indexed_attention_recipes,
 )
+from models.layers.ngram_embedding import (
+    IN_HOST_MEMORY,
+    TABLE,
+    NgramBlock,
+    NgramSizes,
+    ngram_recipes,
+)
 from models.layers.shared_expert import GatedSharedExpertMoE
-from models.tensors import Recipes
+from models.tensors import Recipes, prefixed
 
 INDEXED = "indexed_attention"  # another name of the second of KINDS
 
@@ -31,27 +41,87 @@ class Qwen4ExpArgs(HybridArgs):
     index_dim: int = 128
     index_budget: int = 2048  # positions that a query attends to, beside those of the last block
     index_ratio: int = 4  # positions of a block
+    ngram_layers: tuple[int, ...] = ()  # before these n-grams' embeddings are added
+    ngram_order: int = 3  # as in `NgramSizes` (models/layers/ngram_embedding.py)
+    ngram_heads: int = 8
+    ngram_dim: int = 2048
+    ngram_base: int = 20_000_000
+    ngram_multiple: int = 128
+    ngram_seed: int = 1234
+    ngram_end: int = 1
+    ngram_conv_width: int = 4
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
             "streams": self.streams > 1,
-            "index_dim": self.index_dim >= self.rotary_dim and self.index_dim % 2 == 0,
+            "index_dim": self.index_dim % self.rotary_dim == 0,
             "index_budget": self.index_budget % self.index_ratio == 0,
+            "ngram_layers": all(is_layer(layer, self.n_layer) for layer in self.ngram_layers),
+            "ngram_order": self.ngram_order > 1,
+            "ngram_dim": not self.ngram_layers or self.ngram_dim % self.ngram_sizes.all_heads == 0,
+            "ngram_end": self.ngram_end < self.vocab_size,
         }
 
     @property
     def index_sizes(self) -> IndexSizes:
         return IndexSizes(self.index_heads, self.index_dim, self.index_budget, self.index_ratio)
 
+    @property
+    def ngram_sizes(self) -> NgramSizes:
+        return NgramSizes(
+            self.ngram_order,
+            self.ngram_heads,
+            self.ngram_dim,
+            self.ngram_base,
+            self.ngram_multiple,
+            self.ngram_seed,
+            self.vocab_size,
+            self.ngram_end,
+            self.ngram_conv_width,
+        )
+
 
 class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
     args: Qwen4ExpArgs
+    host_modules = IN_HOST_MEMORY
 
     def make_block(self, args: Qwen4ExpArgs, layer: int) -> Block:
-        block = StreamBlock(args, layer)
+        if layer in args.ngram_layers:
+            block = NgramBlock(args, layer, args.ngram_layers.index(layer))
+        else:
+            block = StreamBlock(args, layer)
         block.attention = IndexedAttention(args) if layer in args.full_layers else DeltaNet(args)
         block.ffn = GatedSharedExpertMoE(args)
         return block
+
+    def begin(self, tokens: Tensor, span: Tensor | Chunk) -> tuple[Tensor, Tensor, Context]:
+        for block in self.layers:
+            if isinstance(block, NgramBlock):
+                block.ngrams.keep(tokens, span)
+        return super().begin(tokens, span)
+
+
+def ngram_fields(c: HFConfig, full_layers: tuple[int, ...]) -> dict:
+    """Return where n-grams' embeddings are added, their size, and the token that ends a text."""
+    n_layer, given = c["num_hidden_layers"], c.get("ple_layer_ids", [])
+    if not isinstance(given, list) or any(not is_layer(n, n_layer + 1) or n < 1 for n in given):
+        c.refuse("ple_layer_ids", f"a list of layers from 1 to {n_layer} is needed")
+    layers = tuple(sorted({n - 1 for n in given}))
+    if wrong := [n + 1 for n in layers if n in full_layers]:
+        c.refuse("ple_layer_ids", f"layer {wrong[0]} has attention")
+    c.setdefault("ple_embed_dim", c["hidden_size"])
+    if c["ngram_size"] < 2:
+        c.refuse("ngram_size", "at least 2 tokens are needed")
+    heads = (c["ngram_size"] - 1) * c["heads_per_ngram"]
+    if c.integer("ple_embed_dim") % heads and layers:
+        c.refuse("ple_embed_dim", f"a multiple of the {heads} heads is needed")
+    c.integer("split_ngram_parts")
+    ends = c.get("eos_token_id", 1)
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    if layers and (type(end) is not int or not 0 < end < c["vocab_size"]):
+        c.refuse("eos_token_id", "n-grams need a token above 0 that ends a text")
+    fields = {"ngram_layers": layers, "ngram_dim": c["ple_embed_dim"]}
+    return fields | ({"ngram_end": end} if layers else {})
 
 
 class Qwen4ExpText(HybridFamily):
@@ -63,9 +133,19 @@ class Qwen4ExpText(HybridFamily):
     defaults = HybridFamily.defaults | dict(
         vocab_size=248320,
         num_hidden_layers=40,
+        partial_rotary_factor=1.0,
         num_experts=512,
         num_experts_per_tok=10,
         norm_topk_prob=True,
+        eos_token_id=None,
+        ple_layer_ids=[],
+        ple_conv_kernel_size=4,
+        ngram_size=3,
+        heads_per_ngram=8,
+        ngram_vocab_size_base=20_000_000,
+        make_ngram_vocab_size_divisible_by=128,
+        seed=1234,
+        split_ngram_parts=512,
         hc_count=4,
         hc_lowrank=320,
     )
@@ -73,6 +153,12 @@ class Qwen4ExpText(HybridFamily):
         "norm_topk_prob": "norm_topk",
         "hc_count": "streams",
         "hc_lowrank": "stream_rank",
+        "ngram_size": "ngram_order",
+        "heads_per_ngram": "ngram_heads",
+        "ngram_vocab_size_base": "ngram_base",
+        "make_ngram_vocab_size_divisible_by": "ngram_multiple",
+        "seed": "ngram_seed",
+        "ple_conv_kernel_size": "ngram_conv_width",
         "indexer_n_heads": "index_heads",
         "indexer_head_dim": "index_dim",
         "indexer_budget": "index_budget",
@@ -80,7 +166,7 @@ class Qwen4ExpText(HybridFamily):
     }
     nullable = *HybridFamily.nullable, "output_gate_type", "ple_layer_ids", "ple_embed_dim"
     only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
-    only |= {"ple_layer_ids": [], "indexer_kv_heads": 1}
+    only |= {"indexer_kv_heads": 1}
     # How the layer of a published head reads the streams is not known.
     published_head = None
     left_out = ("mtp.",)
@@ -97,10 +183,10 @@ class Qwen4ExpText(HybridFamily):
         if c["indexer_budget"] % c["indexer_compress_ratio"]:
             ratio = c["indexer_compress_ratio"]
             c.refuse("indexer_budget", f"a multiple of indexer_compress_ratio = {ratio} is needed")
-        if c["indexer_head_dim"] < fields["rotary_dim"] or c["indexer_head_dim"] % 2:
-            least = fields["rotary_dim"]
-            c.refuse("indexer_head_dim", f"an even number from {least} on is needed")
-        return fields | {"delta_gate": gate}
+        if c["indexer_head_dim"] % fields["rotary_dim"]:
+            rotated = fields["rotary_dim"]
+            c.refuse("indexer_head_dim", f"a multiple of the {rotated} rotated numbers is needed")
+        return fields | {"delta_gate": gate} | ngram_fields(c, fields["full_layers"])
 
     def window_fields(self, c: HFConfig) -> dict:
         kinds = c["layer_types"]
@@ -112,9 +198,19 @@ class Qwen4ExpText(HybridFamily):
         config = super().to_hf(args)
         kinds = [INDEXED if kind == KINDS[1] else kind for kind in config["layer_types"]]
         own = {"output_gate_type": args.delta_gate, "indexer_kv_heads": 1}
+        own |= {"ple_embed_dim": args.ngram_dim, "eos_token_id": args.ngram_end}
+        own["ple_layer_ids"] = [layer + 1 for layer in args.ngram_layers]
         return config | own | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
+
+    def layer_recipes(self, args: Qwen4ExpArgs, layer: int, layout: PublishedLayout) -> Recipes:
+        table = super().layer_recipes(args, layer, layout)
+        if layer not in args.ngram_layers:
+            return table
+        parts = sum(name.startswith(f"{TABLE}.shard_") for name in layout.names)
+        ngrams = ngram_recipes(args, args.ngram_layers.index(layer), parts)
+        return table | prefixed(ngrams, layer)
 
     def norm_recipes(self, args: Qwen4ExpArgs) -> Recipes:
         return {
@@ -143,3 +239,25 @@ class Qwen4Exp(Qwen4ExpText):
 
     def text_config(self, config: dict) -> dict:
         return nested_text_config(config)
+
+    # As in text_config of Qwen/Qwen3.8-Flash-Next on the Hugging Face Hub.
+    shapes = {
+        "Qwen3.8-Flash-Next": dict(
+            hidden_size=2560,
+            num_hidden_layers=48,
+            num_attention_heads=24,
+            linear_num_value_heads=48,
+            moe_intermediate_size=640,
+            shared_expert_intermediate_size=640,
+            max_position_embeddings=262144,
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            output_gate_type="sigmoid",
+            eos_token_id=248044,
+            ple_layer_ids=[2],
+            indexer_n_heads=4,
+            indexer_head_dim=128,
+            indexer_budget=2048,
+            indexer_compress_ratio=4,
+        )
+    }

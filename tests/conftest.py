@@ -130,6 +130,12 @@ FAMILIES = {
             indexer_head_dim=16,
             indexer_budget=8,
             indexer_compress_ratio=4,
+            ple_layer_ids=[2],
+            ple_embed_dim=128,
+            heads_per_ngram=2,
+            ngram_vocab_size_base=97,
+            make_ngram_vocab_size_divisible_by=8,
+            split_ngram_parts=4,
         )
     ),
     # Windows, two kinds of heads and of RoPE, a dense FFN beside the experts, a soft cap that caps.

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from formats import FORMATS
 from formats.packed import Packed
 from model import Chunk, Context, KVCache, Linear
-from models.layers.hyper_connections import StreamNorm
+from models.layers.hyper_connections import StreamBlock, StreamNorm, Streams
 from models.layers.joined_state import JoinedState
 from models.layers.pending_state import Convolution, call_place
 from models.layers.short_conv import allocate_inputs
-from models.tensors import Recipe, Recipes, copy_of
+from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.inductor import materialize
 from ops.plain.ngram_hash import (
     hash_multipliers,
@@ -44,6 +44,7 @@ from ops.plain.ngram_hash import (
 )
 from ops.plain.short_conv import causal_conv
 
+TABLE = "ple.ple_embedding.ngram_embedding"  # its published name
 IN_HOST_MEMORY = ("ngrams.table",)  # modules whose parameters stay there: model.host_modules
 
 
@@ -146,6 +147,24 @@ class NgramEmbedding(nn.Module):
         return F.silu(y).view_as(x)
 
 
+class NgramBlock(StreamBlock):
+    """A block before which n-grams' embeddings are added. number: as of `NgramEmbedding`."""
+
+    def __init__(self, args, layer: int, number: int):
+        super().__init__(args, layer)
+        self.ngrams = NgramEmbedding(args, number)
+
+    def allocate(
+        self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
+    ) -> JoinedState:
+        own = super().allocate(batch, length, cache_class, like)
+        return JoinedState(own, self.ngrams.allocate(batch, length, like))
+
+    def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Streams, Tensor]:
+        x = materialize(x + self.ngrams(x, context))
+        return super().attend(x, materialize(self.attention_norm(x)), context)
+
+
 def table_rows(table: nn.Module, index: Tensor) -> Tensor:
     """Return rows of a table, a Linear that may be packed: index int64 [...] -> [..., width]."""
     if isinstance(table, Packed):
@@ -154,14 +173,16 @@ def table_rows(table: nn.Module, index: Tensor) -> Tensor:
 
 
 def ngram_recipes(args, number: int, parts: int) -> Recipes:
-    """A layer's n-gram embeddings. parts: tensors by which the table is published."""
+    """A layer's n-gram embeddings. parts: tensors by which the table is published, 0: one."""
     sizes, S, D = args.ngram_sizes, args.streams, args.dim
-    N, rows, theirs = S * D, sizes.rows(number), "ple.ple_embedding.ngram_embedding"
-    each = -(-rows // parts)
+    N, rows = S * D, sizes.rows(number)
+    each = -(-rows // max(parts, 1))
     shards: dict[str, tuple] = {
-        f"{theirs}.shard_{n}.weight": (slice(begin, min(begin + each, rows)),)
+        f"{TABLE}.shard_{n}.weight": (slice(begin, min(begin + each, rows)),)
         for n, begin in enumerate(range(0, rows, each))
     }
+    if not parts:
+        shards = {f"{TABLE}.weight": WHOLE}
     wkv: dict[str, tuple] = {
         "ple.key_proj.weight": (slice(0, N),),
         "ple.value_proj.weight": (slice(N, N + D),),
