@@ -25,7 +25,7 @@ from models.layers.gated_attention import GatedAttention, gated_attention_recipe
 from models.layers.joined_state import JoinedState
 from models.layers.pending_state import call_place, real_counts
 from models.layers.scaled_rope import scaled_frequencies
-from models.layers.short_conv import allocate_inputs
+from models.layers.short_conv import allocate_inputs, write_rows
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of
 from ops.inductor import custom_op, materialize
@@ -152,13 +152,11 @@ class IndexedAttention(GatedAttention):
         # The blocks whose last tokens may be in the call: tokens `ends`, of all that are real.
         blocks = first // R + torch.arange(-(-Q // R), device=device)
         ends = blocks * R + R - 1 - first
-        is_complete = (ends < count.unsqueeze(1)).unsqueeze(-1)
         index = ends.clamp(max=Q - 1).unsqueeze(-1) + torch.arange(R, device=device)
         groups = inputs.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
         means = groups.unflatten(1, (-1, R)).float().mean(dim=2).to(keys.dtype)
         new = self.rotate(self.index_k_norm(means), blocks * R).to(keys.dtype)
-        memory, rows = self.block_keys.kv[0, :, 0], rows.unsqueeze(1)
-        memory[rows, blocks] = torch.where(is_complete, new, memory[rows, blocks])
+        write_rows(self.block_keys, new, rows.unsqueeze(1), blocks, ends < count.unsqueeze(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, Q, H, C], keys and values as the cache returned them -> [B, Q, H * C]."""
