@@ -247,6 +247,29 @@ def test_idle_rows_and_padding_are_not_taken_in(sizes, length):
     assert_close(peers.step(x[:, 48:], torch.tensor([[48, 49]] * 2)), peers.expect(x)[:, 48:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_class", (KVCache, Int8KVCache))
+@pytest.mark.parametrize("length", (64, 320))
+def test_compiled_steps_are_the_eager_ones(length, cache_class):
+    """Reads of the ring, of block keys and of the cache come before or after their writes."""
+    x, found = inputs(61), []
+    for compiled in (False, True):
+        peers = Peers(INDEXES[0])
+        peers.allocate(1, length, cache_class)
+        peers.chunk(x[:, :50], 50)
+        if compiled:
+            torch.compiler.reset()
+            peers.ours.forward = torch.compile(peers.ours.forward, fullgraph=True, dynamic=False)
+        parts = []
+        for begin, end in ((50, 54), (52, 56), (55, 56), (56, 57), (57, 58), (58, 59)):
+            positions = torch.arange(begin, end).unsqueeze(0)
+            parts.append(peers.step(x[:, begin:end], positions))
+        found.append(torch.cat(parts, dim=1))
+    # A key between two codes of the int8 cache may get either: a step of it, times its weight.
+    atol = 1e-5 if cache_class is KVCache else 5e-3
+    torch.testing.assert_close(*found, rtol=0, atol=atol)
+
+
 # Choosing -----------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,16 @@
 """Embeddings of n-grams beside transformers', from the hashes to the layer."""
 
+import copy
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
+from chunks import prompt, run_chunks
+from safetensors.torch import load_file, save_file
 from test_indexed_attention import load_recipes
 from torch import Tensor
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
@@ -12,13 +19,23 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextPLELayer,
 )
 
+from checkpoint import Checkpoint
 from formats import FORMATS
-from formats.packed import PackedLinear
+from formats.packed import PackedLinear, weight_bytes
+from formats.quantizer import plan_format
+from generate import load_model
 from model import Chunk, Context, ModelArgs
+from models import build_model
+from models.converter import convert
 from models.layers.ngram_embedding import NgramEmbedding, NgramSizes, ngram_recipes
 from models.layers.short_conv import ConvCache
 from ops.plain.ngram_hash import head_primes, ngram_rows, within_segment
 from ops.plain.ring import Ring
+from runtime.host_memory import Registered, in_host_memory
+from runtime.memory import Shortage
+from runtime.weights import bytes_per_token
+
+INDEX = "model.safetensors.index.json"
 
 S, D, VOCAB, END = 3, 16, 50, 7
 SIZES = dict(dim=D, n_layer=1, n_head=2, n_kv_head=1, head_dim=8, intermediate=24, n_expert=6)
@@ -276,6 +293,24 @@ def test_a_token_that_is_none_is_looked_up_as_0(sizes):
     assert_close(peers.chunk(x, tokens, 5), want)
 
 
+@pytest.mark.slow
+def test_compiled_steps_are_the_eager_ones():
+    (x, tokens), found = inputs(61), []
+    for compiled in (False, True):
+        peers = Peers(TRIPLES)
+        peers.allocate(1)
+        peers.chunk(x[:, :50], tokens[:, :50], 50)
+        if compiled:
+            torch.compiler.reset()
+            peers.step = torch.compile(peers.step, fullgraph=True, dynamic=False)
+        parts = []
+        for begin, end in ((50, 54), (52, 56), (55, 56), (56, 57), (57, 58)):
+            own, positions = slice(begin, end), torch.arange(begin, end).unsqueeze(0)
+            parts.append(peers.step(x[:, own], tokens[:, own], positions))
+        found.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
 # The table ----------------------------------------------------------------------------------------
 
 
@@ -294,3 +329,115 @@ def test_a_packed_table(format):
     peers.ours.table = packed
     peers.allocate(1)
     assert_close(peers.chunk(x, tokens, 30), peers.expect(x, tokens))
+
+
+def publish_in_fp8(source: Path, target: Path, scale: Tensor) -> None:
+    """Copy a Hugging Face directory, with the table's parts in FP8 and one scale for all."""
+    target.mkdir()
+    index = json.loads((source / INDEX).read_text())
+    for file in {*index["weight_map"].values()}:
+        tensors = load_file(source / file)
+        for name in tensors:
+            if ".shard_" in name:
+                tensors[name] = (tensors[name] / scale.float()).to(torch.float8_e4m3fn)
+                path = name[: name.index(".shard_")]
+        save_file(tensors, target / file, metadata={"format": "pt"})
+    save_file({f"{path}.weight_scale": scale}, target / "scale.safetensors")
+    index["weight_map"][f"{path}.weight_scale"] = "scale.safetensors"
+    (target / INDEX).write_text(json.dumps(index))
+    config = json.loads((source / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+
+
+def test_a_table_published_in_fp8_is_kept(make_family, tmp_path):
+    """As Qwen3.8-Flash-Next-FP8: all parts share one scale."""
+    family, scale = make_family("qwen4_exp"), torch.tensor([0.02], dtype=torch.bfloat16)
+    publish_in_fp8(family.hf_directory, tmp_path / "hf", scale)
+    checkpoint = Checkpoint(convert(tmp_path / "hf", dtype="fp32", progress=False))
+    path = "layers.1.ngrams.table"
+    assert checkpoint.format["modules"].keys() == {path}
+    assert checkpoint.format["modules"][path]["format"] == "fp8"
+    peer, tokens = copy.deepcopy(family.peer), prompt(40)
+    weight = peer.model.layers[1].ple.ple_embedding.ngram_embedding.weight
+    before = weight.clone()
+    weight.data.copy_((weight / scale.float()).to(torch.float8_e4m3fn).float() * scale.float())
+    assert not torch.equal(before, weight)
+    got = run_chunks(load_model(checkpoint.directory, "cpu"), tokens, 13)
+    torch.testing.assert_close(got, peer(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_a_table_without_its_scale_is_refused(make_family, tmp_path):
+    scale = torch.tensor([0.02], dtype=torch.bfloat16)
+    publish_in_fp8(make_family("qwen4_exp").hf_directory, tmp_path / "hf", scale)
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if "_scale" not in k}
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="shard_0.weight"):
+        convert(tmp_path / "hf", progress=False)
+
+
+def test_a_quantized_checkpoint_has_the_table_in_fp8(make_family):
+    model = build_model(Checkpoint(make_family("qwen4_exp").directory).args)
+    for mode in ("int4", "int8"):
+        modules = plan_format(model, mode, mode)["modules"]
+        assert modules["layers.1.ngrams.table"]["format"] == "fp8"
+        assert modules["layers.1.ngrams.wkv"]["format"] == mode
+
+
+# Host memory --------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """Stands for CUDA's runtime."""
+
+    def __init__(self, error: int = 0):
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_a_table_is_registered_while_its_module_lives(monkeypatch):
+    runtime, weight = Runtime(), torch.randn(50, 4)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("runtime.host_memory.device_view", lambda host, device: host)
+    owner = torch.nn.Module()
+    found = in_host_memory(weight, owner, torch.device("cpu"))
+    assert torch.equal(found, weight) and found.data_ptr() != weight.data_ptr()
+    assert runtime.registered == {found.data_ptr(): weight.nbytes}
+    del owner
+    assert not runtime.registered
+
+
+def test_a_table_that_host_memory_cannot_hold_is_refused(monkeypatch):
+    weight, owner, cpu = torch.empty(1000, 1000), torch.nn.Module(), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    with pytest.raises(Shortage, match="cannot be registered with CUDA: raise ulimit -l"):
+        in_host_memory(weight, owner, cpu)
+    monkeypatch.setattr("runtime.host_memory.free_host_memory", lambda: 10**6)
+    with pytest.raises(Shortage, match="4.0 MB|0.0 GB of a table"):
+        in_host_memory(weight, owner, cpu)
+
+
+def test_registered_memory_is_a_tensor_of_the_gpu_at_its_address():
+    """NumPy's interface has the same fields, and a CPU to try it with."""
+    host = torch.arange(12, dtype=torch.int32)
+    fields = Registered(host.view(torch.uint8)).__cuda_array_interface__
+    holder = SimpleNamespace(__array_interface__=fields, host=host)
+    found = torch.as_tensor(numpy.asarray(holder))
+    assert torch.equal(found.view(torch.int32), host) and found.data_ptr() == host.data_ptr()
+
+
+def test_the_bytes_of_weights_leave_the_table_out(make_family):
+    model = load_model(make_family("qwen4_exp").directory, "cpu")
+    table = model.layers[1].ngrams.table.weight
+    everything = sum(p.nbytes for p in model.parameters())
+    assert weight_bytes(model, torch.float32) == everything - table.nbytes
+    model.host_modules = ()
+    assert weight_bytes(model, torch.float32) == everything
+    assert bytes_per_token(model) > table.nbytes
