@@ -25,12 +25,12 @@ from models.layers.gated_attention import GatedAttention, gated_attention_recipe
 from models.layers.joined_state import JoinedState
 from models.layers.pending_state import call_place, real_counts
 from models.layers.scaled_rope import scaled_frequencies
-from models.layers.short_conv import allocate_inputs
+from models.layers.short_conv import allocate_inputs, write_rows
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of
 from ops.inductor import custom_op, materialize
 from ops.plain.attention import attend, attend_masked
-from ops.plain.rope import rope_rows, rotate
+from ops.plain.rope import rotate_by
 from ops.plain.topk import largest_by_rank
 
 QUERIES_AT_ONCE = 128  # of a prompt: each has M scores and a mask of all positions
@@ -90,8 +90,7 @@ class IndexedAttention(GatedAttention):
         self.raw_keys = allocate_inputs(batch, length, sizes.ratio, sizes.dim, like)
         shape = batch, 1, -(-length // sizes.ratio), sizes.dim
         self.block_keys = KVCache(shape, like.dtype, like.device, parts=1)
-        frequencies, self.rope_scale = scaled_frequencies(self.args, self.rotary_dim, like.device)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("rotation", self.make_rotation(like.device), persistent=False)
         return JoinedState(cache, self.raw_keys, self.block_keys)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -125,11 +124,22 @@ class IndexedAttention(GatedAttention):
         chosen = best_blocks(scores, positions, R, self.sizes.chosen)
         return Choice(context.masks[self.window].bias, chosen)
 
+    def make_rotation(self, device: torch.device) -> Tensor:
+        """Return radians a position, and factors of cosines and of sines, fp32 [3, J].
+
+        A block begins before the call's tokens perhaps, so `Context.rope` has not all positions.
+        """
+        radians, scale = scaled_frequencies(self.args, self.rotary_dim, device)
+        ones, kept = torch.ones_like(radians), radians.new_zeros(self.sizes.dim - self.rotary_dim)
+        cos = scale * ones
+        rows = (radians, radians, kept), (cos, cos, kept + 1), (-cos, cos, kept)
+        return torch.stack([torch.cat(parts) for parts in rows])
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., J] by positions [...], which broadcast -> fp32."""
-        unrotated = self.sizes.dim - self.rotary_dim
-        rope = rope_rows(self.frequencies, positions, self.rope_scale, unrotated)
-        return rotate(x, rope, self.rotary_dim)
+        radians, cos, sin = self.rotation.unbind()
+        angles = positions.unsqueeze(-1).float() * radians
+        return rotate_by(x, angles.cos() * cos, angles.sin() * sin, self.rotary_dim)
 
     def append_keys(self, keys: Tensor, rows: Tensor, first: Tensor, context: Context) -> None:
         """Store raw keys [B, Q, J], at positions from `first` [B, 1] on, and those of their blocks.
@@ -142,13 +152,11 @@ class IndexedAttention(GatedAttention):
         # The blocks whose last tokens may be in the call: tokens `ends`, of all that are real.
         blocks = first // R + torch.arange(-(-Q // R), device=device)
         ends = blocks * R + R - 1 - first
-        is_complete = (ends < count.unsqueeze(1)).unsqueeze(-1)
         index = ends.clamp(max=Q - 1).unsqueeze(-1) + torch.arange(R, device=device)
         groups = inputs.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
         means = groups.unflatten(1, (-1, R)).float().mean(dim=2).to(keys.dtype)
         new = self.rotate(self.index_k_norm(means), blocks * R).to(keys.dtype)
-        memory, rows = self.block_keys.kv[0, :, 0], rows.unsqueeze(1)
-        memory[rows, blocks] = torch.where(is_complete, new, memory[rows, blocks])
+        write_rows(self.block_keys, new, rows.unsqueeze(1), blocks, ends < count.unsqueeze(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, Q, H, C], keys and values as the cache returned them -> [B, Q, H * C]."""

@@ -43,9 +43,22 @@ class ConvCache(KVCache):
         # The last R real tokens: earlier ones would share slots with them.
         index = torch.arange(min(Q, R), device=device) + (count - R).clamp(min=0)
         slots = (first + index) % R
-        newest = x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        ring[rows, slots] = torch.where((index < count).unsqueeze(-1), newest, ring[rows, slots])
+        # From `inputs`: Inductor may move reads of the ring that the write does not need to after
+        # it, and would then copy the ring.
+        newest = inputs.gather(1, (index + width - 1).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        write_rows(self, newest, rows, slots, index < count)
         return inputs
+
+
+def write_rows(cache: KVCache, new: Tensor, rows: Tensor, slots: Tensor, exists: Tensor) -> None:
+    """Write new [B, n, N] where it exists, bool [B, n], to slots [B, n] of rows [B, 1].
+
+    The slots of a row differ. cache: [1, rows, 1, S, N]. It is indexed as a whole: Inductor copies
+    all of a buffer of which a view is written.
+    """
+    place = slice(None), rows, slice(None), slots
+    new, exists = new[:, :, None, None], exists[:, :, None, None, None]
+    cache.kv[place] = torch.where(exists, new, cache.kv[place])
 
 
 def allocate_inputs(batch: int, length: int, width: int, channels: int, like: Tensor) -> ConvCache:

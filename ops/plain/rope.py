@@ -13,22 +13,14 @@ def rope_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Ten
 
 
 def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: int = 0) -> Tensor:
-    """Return `rope_rows` of positions 0 .. length - 1: fp32 [length, 2 C]."""
-    positions = torch.arange(length, device=frequencies.device)
-    return rope_rows(frequencies, positions, scale, unrotated)
-
-
-def rope_rows(
-    frequencies: Tensor, positions: Tensor, scale: float = 1.0, unrotated: int = 0
-) -> Tensor:
-    """Return the cosines, then the signed sines, of positions [...]: fp32 [..., 2 C].
+    """Return the cosines, then the signed sines, of positions 0 .. length - 1: fp32 [length, 2 C].
 
     frequencies: from `rope_frequencies`. scale: factor of cosines and sines. unrotated: how many
     numbers of a head keep their value: their cosine is 1 and their sine 0.
     """
-    angles = positions.unsqueeze(-1).float() * frequencies
+    angles = torch.outer(torch.arange(length, device=frequencies.device).float(), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    zeros = cos.new_zeros(*positions.shape, unrotated)
+    zeros = cos.new_zeros(length, unrotated)
     return torch.cat((cos, cos, zeros + 1, -sin, sin, zeros), dim=-1)
 
 
@@ -39,9 +31,11 @@ def rotate(x: Tensor, rope: Tensor, rotary_dim: int) -> Tensor:
     with 0: number n of their first half pairs with number n of the second. A roll swaps the halves,
     because Inductor fuses it; it would materialize a `cat`.
     """
-    if rotary_dim == 0:
-        return x.float()
-    cos, sin = rope.chunk(2, dim=-1)
+    return x.float() if rotary_dim == 0 else rotate_by(x, *rope.chunk(2, dim=-1), rotary_dim)
+
+
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    """`rotate` by cosines and signed sines, which broadcast."""
     x = x.float()
     swapped = x.unflatten(-1, (-1, rotary_dim)).roll(rotary_dim // 2, dims=-1).flatten(-2)
     return x * cos + swapped * sin
