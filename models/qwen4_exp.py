@@ -16,6 +16,7 @@ from models.layers.hyper_connections import (
     sublayer_recipes,
 )
 from models.layers.indexed_attention import (
+    QUERIES_AT_ONCE,
     IndexedAttention,
     IndexSizes,
     indexed_attention_recipes,
@@ -27,6 +28,7 @@ from models.layers.ngram_embedding import (
     NgramSizes,
     ngram_recipes,
 )
+from models.layers.pending_state import PROMPT_CHUNK
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.tensors import Recipes, prefixed
 
@@ -116,7 +118,7 @@ def ngram_fields(c: HFConfig, full_layers: tuple[int, ...]) -> dict:
     if c.integer("ple_embed_dim") % heads and layers:
         c.refuse("ple_embed_dim", f"a multiple of the {heads} heads is needed")
     c.integer("split_ngram_parts")
-    ends = c.get("eos_token_id", 1)
+    ends = c.get("eos_token_id")
     end = ends[0] if isinstance(ends, list) and ends else ends
     if layers and (type(end) is not int or not 0 < end < c["vocab_size"]):
         c.refuse("eos_token_id", "n-grams need a token above 0 that ends a text")
@@ -202,13 +204,22 @@ class Qwen4ExpText(HybridFamily):
         own["ple_layer_ids"] = [layer + 1 for layer in args.ngram_layers]
         return config | own | {"layer_types": kinds}
 
+    def attention_memory(self, args: Qwen4ExpArgs, length: int) -> tuple[int, int]:
+        """A chunk's streams are several at once; some queries have scores of all blocks, fp32."""
+        cached, extra = super().attention_memory(args, length)
+        streams = 5 * min(length, PROMPT_CHUNK) * args.streams * args.dim
+        blocks = -(-length // args.index_ratio)
+        scores = QUERIES_AT_ONCE * (2 * blocks * (args.index_heads + 2) + 2 * length)
+        return cached + -(-args.index_dim // args.index_ratio), extra + streams + scores
+
     # Conversion ---------------------------------------------------------------------------------
 
     def layer_recipes(self, args: Qwen4ExpArgs, layer: int, layout: PublishedLayout) -> Recipes:
         table = super().layer_recipes(args, layer, layout)
         if layer not in args.ngram_layers:
             return table
-        parts = sum(name.startswith(f"{TABLE}.shard_") for name in layout.names)
+        shards = [name for name in layout.names if name.startswith(f"{TABLE}.shard_")]
+        parts = sum(name.endswith(".weight") for name in shards)
         ngrams = ngram_recipes(args, args.ngram_layers.index(layer), parts)
         return table | prefixed(ngrams, layer)
 

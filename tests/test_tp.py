@@ -127,6 +127,10 @@ FAMILIES = {
         index_heads=8,
         index_dim=32,
         index_budget=8,
+        ngram_layers=(0,),
+        ngram_heads=2,
+        ngram_dim=256,
+        ngram_base=97,
     ),
     "gemma4": Gemma4Args(
         "gemma4",
