@@ -1,15 +1,12 @@
 """Embeddings of n-grams beside transformers', from the hashes to the layer."""
 
-import copy
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from chunks import prompt, run_chunks
 from safetensors.torch import load_file, save_file
 from test_indexed_attention import load_recipes
 from torch import Tensor
@@ -19,13 +16,10 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextPLELayer,
 )
 
-from checkpoint import Checkpoint
 from formats import FORMATS
 from formats.packed import PackedLinear, weight_bytes
-from formats.quantizer import plan_format
 from generate import load_model
 from model import Chunk, Context, ModelArgs
-from models import build_model
 from models.converter import convert
 from models.layers.ngram_embedding import NgramEmbedding, NgramSizes, ngram_recipes
 from models.layers.short_conv import ConvCache
@@ -34,8 +28,6 @@ from ops.plain.ring import Ring
 from runtime.host_memory import Registered, in_host_memory
 from runtime.memory import Shortage
 from runtime.weights import bytes_per_token
-
-INDEX = "model.safetensors.index.json"
 
 S, D, VOCAB, END = 3, 16, 50, 7
 SIZES = dict(dim=D, n_layer=1, n_head=2, n_kv_head=1, head_dim=8, intermediate=24, n_expert=6)
@@ -331,58 +323,19 @@ def test_a_packed_table(format):
     assert_close(peers.chunk(x, tokens, 30), peers.expect(x, tokens))
 
 
-def publish_in_fp8(source: Path, target: Path, scale: Tensor) -> None:
-    """Copy a Hugging Face directory, with the table's parts in FP8 and one scale for all."""
-    target.mkdir()
-    index = json.loads((source / INDEX).read_text())
+def test_a_table_in_fp8_without_its_scale_is_refused(make_family, tmp_path):
+    source = make_family("qwen4_exp").hf_directory
+    index = json.loads((source / "model.safetensors.index.json").read_text())
     for file in {*index["weight_map"].values()}:
         tensors = load_file(source / file)
-        for name in tensors:
-            if ".shard_" in name:
-                tensors[name] = (tensors[name] / scale.float()).to(torch.float8_e4m3fn)
-                path = name[: name.index(".shard_")]
-        save_file(tensors, target / file, metadata={"format": "pt"})
-    save_file({f"{path}.weight_scale": scale}, target / "scale.safetensors")
-    index["weight_map"][f"{path}.weight_scale"] = "scale.safetensors"
-    (target / INDEX).write_text(json.dumps(index))
+        for name in [name for name in tensors if ".shard_" in name]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        save_file(tensors, tmp_path / file, metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
-
-
-def test_a_table_published_in_fp8_is_kept(make_family, tmp_path):
-    """As Qwen3.8-Flash-Next-FP8: all parts share one scale."""
-    family, scale = make_family("qwen4_exp"), torch.tensor([0.02], dtype=torch.bfloat16)
-    publish_in_fp8(family.hf_directory, tmp_path / "hf", scale)
-    checkpoint = Checkpoint(convert(tmp_path / "hf", dtype="fp32", progress=False))
-    path = "layers.1.ngrams.table"
-    assert checkpoint.format["modules"].keys() == {path}
-    assert checkpoint.format["modules"][path]["format"] == "fp8"
-    peer, tokens = copy.deepcopy(family.peer), prompt(40)
-    weight = peer.model.layers[1].ple.ple_embedding.ngram_embedding.weight
-    before = weight.clone()
-    weight.data.copy_((weight / scale.float()).to(torch.float8_e4m3fn).float() * scale.float())
-    assert not torch.equal(before, weight)
-    got = run_chunks(load_model(checkpoint.directory, "cpu"), tokens, 13)
-    torch.testing.assert_close(got, peer(tokens).logits, rtol=0, atol=1e-4)
-
-
-def test_a_table_without_its_scale_is_refused(make_family, tmp_path):
-    scale = torch.tensor([0.02], dtype=torch.bfloat16)
-    publish_in_fp8(make_family("qwen4_exp").hf_directory, tmp_path / "hf", scale)
-    index = json.loads((tmp_path / "hf" / INDEX).read_text())
-    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if "_scale" not in k}
-    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="shard_0.weight"):
-        convert(tmp_path / "hf", progress=False)
-
-
-def test_a_quantized_checkpoint_has_the_table_in_fp8(make_family):
-    model = build_model(Checkpoint(make_family("qwen4_exp").directory).args)
-    for mode in ("int4", "int8"):
-        modules = plan_format(model, mode, mode)["modules"]
-        assert modules["layers.1.ngrams.table"]["format"] == "fp8"
-        assert modules["layers.1.ngrams.wkv"]["format"] == mode
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    with pytest.raises(ValueError, match=r"shard_0\.weight \[102, 32\] .*fetch the original"):
+        convert(tmp_path, progress=False)
 
 
 # Host memory --------------------------------------------------------------------------------------
@@ -420,7 +373,7 @@ def test_a_table_that_host_memory_cannot_hold_is_refused(monkeypatch):
     with pytest.raises(Shortage, match="cannot be registered with CUDA: raise ulimit -l"):
         in_host_memory(weight, owner, cpu)
     monkeypatch.setattr("runtime.host_memory.free_host_memory", lambda: 10**6)
-    with pytest.raises(Shortage, match="4.0 MB|0.0 GB of a table"):
+    with pytest.raises(Shortage, match=r"host memory, of which 0\.0 GB are free"):
         in_host_memory(weight, owner, cpu)
 
 
