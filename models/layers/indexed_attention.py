@@ -95,7 +95,8 @@ class IndexedAttention(GatedAttention):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.block_keys is not None:
-            context = context._replace(masks={self.window: self.choose(self.windex(x), context)})
+            chosen: dict = {self.window: self.choose(self.windex(x), context)}
+            context = context._replace(masks=chosen)
         return super().forward(x, context)
 
     def choose(self, projected: Tensor, context: Context) -> Choice | None:
@@ -190,7 +191,8 @@ class IndexedAttention(GatedAttention):
         kv = gather(codes)
         kv = kv if scale is None else (kv.float() * gather(scale).float()).to(q.dtype)
         bias = torch.where(visible, 0.0, float("-inf")).to(q.dtype).flatten(0, 1).unsqueeze(1)
-        return attend(q.view(B * Q, 1, H, C), *kv.unbind(), bias).view(B, Q, -1)
+        k, v = kv.unbind()
+        return attend(q.view(B * Q, 1, H, C), k, v, bias).view(B, Q, -1)
 
 
 def index_scores(queries: Tensor, keys: Tensor) -> Tensor:
@@ -280,8 +282,8 @@ def attend_chosen(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, ratio: int) -
         end = min(S - Q + own.stop, S)
         positions = torch.arange(S - Q + begin, end, device=q.device).unsqueeze(0)
         mask = is_chosen(chosen[own].unsqueeze(0), positions, ratio, end).unsqueeze(1)
-        part = q[own].transpose(0, 1), k[:, :end], v[:, :end]
-        y = attend_masked(*(t.unsqueeze(0) for t in part), mask, None)
+        queries, known = q[own].transpose(0, 1).unsqueeze(0), (k[None, :, :end], v[None, :, :end])
+        y = attend_masked(queries, *known, mask, None)
         parts.append(y[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
