@@ -12,6 +12,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextRotaryEmbedding,
 )
 
+from benchmarks.decode_speed import cache_in_use
 from formats.kv_cache import Int8KVCache
 from model import Chunk, Context, KVCache, Transformer
 from models.layers.gated_hybrid import HybridArgs, HybridTransformer
@@ -356,6 +357,16 @@ def test_a_prefix_is_reused(sizes):
         more = [*kept, *prompt(3, 2)]
         assert list(session.stream(more, 6, GREEDY)) == fresh_answer(sizes, more, 6)
         assert session.prefilled == len(more) - reused
+
+
+def test_a_token_reads_the_blocks_it_chooses_and_the_index():
+    sizes = IndexSizes(8, 16, 24, 4)
+    session = Session(make_model(sizes), 256)
+    cache = session.states[0].states[0]
+    near, far = (cache_in_use(session, position) for position in (100, 200))
+    assert far - near == 25 * 16 * 4  # block keys of 16 numbers alone
+    chosen = sizes.reach * cache.nbytes // session.cache_len
+    assert near - cache_in_use(session, 0) == chosen + 25 * 16 * 4 + 4 * 16 * 4
 
 
 def test_the_index_takes_few_bytes():

@@ -148,7 +148,7 @@ class IndexedAttention(GatedAttention):
         rows [B]: of the cache.
         """
         (B, Q, _), R, device = keys.shape, self.sizes.ratio, keys.device
-        inputs = self.raw_keys.append(keys, context, R)  # R - 1 before the call, then its own
+        inputs = self.raw_keys.append(keys, context)  # R - 1 before the call, then its own
         count, _ = real_counts(context, B, Q, device)
         # The blocks whose last tokens may be in the call: tokens `ends`, of all that are real.
         blocks = first // R + torch.arange(-(-Q // R), device=device)

@@ -142,7 +142,7 @@ class NgramEmbedding(nn.Module):
     def convolve(self, x: Tensor, context: Context) -> Tensor:
         """x [B, Q, S, D] -> silu of the convolution, same shape."""
         sizes = self.sizes
-        inputs = self.inputs.append(x.flatten(2), context, sizes.reach)
+        inputs = self.inputs.append(x.flatten(2), context)
         y = causal_conv(inputs, self.conv.weight, None, dilation=sizes.order)
         return F.silu(y).view_as(x)
 

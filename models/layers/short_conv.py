@@ -26,9 +26,11 @@ class ConvCache(KVCache):
     undoing: the next call overwrites them.
     """
 
-    def append(self, x: Tensor, context: Context, width: int) -> Tensor:
+    width: int  # W
+
+    def append(self, x: Tensor, context: Context) -> Tensor:
         """Store the real tokens of x [B, Q, N]; return W - 1 inputs before them, then x."""
-        (B, Q, _), ring = x.shape, self.kv[0, :, 0]
+        (B, Q, _), ring, width = x.shape, self.kv[0, :, 0], self.width
         R, device = ring.shape[1], x.device
         if context.chunk is None:
             rows, first = torch.arange(B, device=device).unsqueeze(1), context.positions[:, :1]
@@ -68,7 +70,9 @@ def allocate_inputs(batch: int, length: int, width: int, channels: int, like: Te
     """
     slots = cache_slots(length, width)
     kind = ring_of(ConvCache) if slots < length else ConvCache
-    return kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+    cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+    cache.width = width
+    return cache
 
 
 class ConvTaps(nn.Module):
@@ -110,7 +114,7 @@ class ShortConv(nn.Module):
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections."""
         b, c, x = projected.chunk(3, dim=-1)
-        inputs = self.cache.append(b * x, context, self.width)
+        inputs = self.cache.append(b * x, context)
         # Materialized, or Inductor recomputes it in every row of the product.
         return materialize(c * causal_conv(inputs, self.conv.weight, self.conv.bias))
 
