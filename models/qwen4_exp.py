@@ -16,10 +16,10 @@ from models.layers.hyper_connections import (
     sublayer_recipes,
 )
 from models.layers.indexed_attention import (
-    QUERIES_AT_ONCE,
     IndexedAttention,
     IndexSizes,
     indexed_attention_recipes,
+    queries_at_once,
 )
 from models.layers.ngram_embedding import (
     IN_HOST_MEMORY,
@@ -209,7 +209,8 @@ class Qwen4ExpText(HybridFamily):
         cached, extra = super().attention_memory(args, length)
         streams = 5 * min(length, PROMPT_CHUNK) * args.streams * args.dim
         blocks = -(-length // args.index_ratio)
-        scores = QUERIES_AT_ONCE * (2 * blocks * (args.index_heads + 2) + 2 * length)
+        queries = queries_at_once(PROMPT_CHUNK, length)
+        scores = queries * (2 * blocks * (args.index_heads + 2) + 2 * length)
         return cached + -(-args.index_dim // args.index_ratio), extra + streams + scores
 
     # Conversion ---------------------------------------------------------------------------------

@@ -146,8 +146,9 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("length", (3, 20, 27, 28, 33, 90, 301))
-def test_a_prompt(sizes, length):
+def test_a_prompt(monkeypatch, sizes, length):
     """Below, at and above the budget; more queries than are computed at once."""
+    monkeypatch.setattr("models.layers.indexed_attention.PAIRS_AT_ONCE", 40 * length)
     peers, x = Peers(sizes), inputs(length)
     peers.allocate(1, 320)
     assert_close(peers.chunk(x, length), peers.expect(x))

@@ -18,6 +18,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 
 from formats import FORMATS
 from formats.packed import PackedLinear, weight_bytes
+from formats.words import bytes_to_words
 from generate import load_model
 from model import Chunk, Context, ModelArgs
 from models.converter import convert
@@ -283,6 +284,21 @@ def test_a_token_that_is_none_is_looked_up_as_0(sizes):
     want = peers.expect(x, tokens)
     tokens[0, 3] = -1
     assert_close(peers.chunk(x, tokens, 5), want)
+
+
+def test_compiled_code_unpacks_fp8_by_its_bits(monkeypatch):
+    """Every finite e4m3 number, in the order of its code."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(4, 64)  # without the two NaNs
+    for group in (16, 32):
+        words = bytes_to_words(codes, group)
+        parts = {"codes": words, "scale": torch.rand(4, 1) + 0.5}
+        plain = FORMATS["fp8"].unpack(parts, group)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert torch.equal(FORMATS["fp8"].unpack(parts, group), plain)
+        monkeypatch.undo()
+        want = codes.view(torch.float8_e4m3fn).float() * parts["scale"]
+        assert torch.equal(plain, want)
 
 
 @pytest.mark.slow

@@ -29,11 +29,11 @@ from models.layers.short_conv import allocate_inputs, write_rows
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
 from models.tensors import Recipes, copy_of
 from ops.inductor import custom_op, materialize
-from ops.plain.attention import attend, attend_masked
+from ops.plain.attention import attend
 from ops.plain.rope import rotate_by
 from ops.plain.topk import largest_by_rank
 
-QUERIES_AT_ONCE = 128  # of a prompt: each has M scores and a mask of all positions
+PAIRS_AT_ONCE = 1 << 25  # of a prompt's queries and positions, each with a mask and N / R scores
 
 
 class IndexSizes(NamedTuple):
@@ -209,13 +209,13 @@ def index_scores(queries: Tensor, keys: Tensor) -> Tensor:
 def best_blocks(scores: Tensor, positions: Tensor, ratio: int, count: int) -> Tensor:
     """Return the best blocks for queries at positions [B, Q], of those complete: [B, Q, count].
 
-    scores [B, Q, M], not negative; M >= count. On a CPU ties go to the earlier block: many scores
-    may be zero, and chunks and steps have to agree.
+    scores [B, Q, M], not negative; M >= count. In eager code ties go to the earlier block: many
+    scores may be zero, and chunks and steps have to agree.
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
     complete = (positions.unsqueeze(-1) + 1) // ratio
     scores = torch.where(index < complete, scores, -1.0).flatten(0, 1)
-    if scores.is_cuda:
+    if scores.is_cuda and torch.compiler.is_compiling():  # eager, it takes M * M numbers
         chosen = largest_by_rank(scores, count)[1]
     else:
         chosen = earliest_of_largest(scores, count)
@@ -248,6 +248,11 @@ def is_chosen(chosen: Tensor, positions: Tensor, ratio: int, length: int) -> Ten
     return found & (torch.arange(length, device=chosen.device) <= positions.unsqueeze(-1))
 
 
+def queries_at_once(queries: int, end: int) -> int:
+    """Return how many queries of a chunk that ends at `end` are computed together."""
+    return min(queries, max(16, PAIRS_AT_ONCE // end))
+
+
 @custom_op("moe_fast::choose_of_chunk")
 def choose_of_chunk(queries: Tensor, keys: Tensor, end: int, ratio: int, count: int) -> Tensor:
     """Choose blocks for the queries [Q, N, J] of a chunk that ends at `end`: int64 [Q, count].
@@ -255,13 +260,12 @@ def choose_of_chunk(queries: Tensor, keys: Tensor, end: int, ratio: int, count: 
     keys [M, J]: of all blocks that are complete at the end. A custom operator: else Dynamo would
     unroll the groups of queries.
     """
-    Q, parts = len(queries), []
-    for begin in range(0, Q, QUERIES_AT_ONCE):
-        part = queries[begin : begin + QUERIES_AT_ONCE].unsqueeze(0)
-        first = end - Q + begin
-        positions = torch.arange(first, first + part.shape[1], device=keys.device)
-        scores = index_scores(part, keys.unsqueeze(0))
-        parts.append(best_blocks(scores, positions.unsqueeze(0), ratio, count)[0])
+    parts, first = [], end - len(queries)
+    for part in queries.split(queries_at_once(len(queries), end)):
+        positions = torch.arange(first, first + len(part), device=keys.device).unsqueeze(0)
+        scores = index_scores(part.unsqueeze(0), keys.unsqueeze(0))
+        parts.append(best_blocks(scores, positions, ratio, count)[0])
+        first += len(part)
     return torch.cat(parts)
 
 
@@ -277,14 +281,14 @@ def attend_chosen(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, ratio: int) -
     q [Q, H, C] are the last Q positions of k and v [K, S, C].
     """
     (Q, S), parts = (len(q), k.shape[1]), []
-    for begin in range(0, Q, QUERIES_AT_ONCE):
-        own = slice(begin, begin + QUERIES_AT_ONCE)
-        end = min(S - Q + own.stop, S)
-        positions = torch.arange(S - Q + begin, end, device=q.device).unsqueeze(0)
-        mask = is_chosen(chosen[own].unsqueeze(0), positions, ratio, end).unsqueeze(1)
-        queries, known = q[own].transpose(0, 1).unsqueeze(0), (k[None, :, :end], v[None, :, :end])
-        y = attend_masked(queries, *known, mask, None)
-        parts.append(y[0].transpose(0, 1).flatten(1))
+    first, count = S - Q, queries_at_once(Q, S)
+    for queries, blocks in zip(q.split(count), chosen.split(count), strict=True):
+        end = first + len(queries)
+        positions = torch.arange(first, end, device=q.device).unsqueeze(0)
+        visible = is_chosen(blocks.unsqueeze(0), positions, ratio, end)
+        bias = torch.where(visible, 0.0, float("-inf")).to(q.dtype)
+        parts.append(attend(queries.unsqueeze(0), k[None, :, :end], v[None, :, :end], bias)[0])
+        first = end
     return torch.cat(parts)
 
 
