@@ -235,6 +235,15 @@ def test_refused_drafts_leave_no_trace(sizes, accepted):
     assert_close(torch.cat(found, dim=1), peers.expect(x)[:, 43 + accepted :])
 
 
+def test_a_used_row_begins_another_sequence(sizes):
+    peers, x = Peers(sizes), inputs(50, seed=2)
+    peers.allocate(1, 320)
+    peers.chunk(inputs(310), 310)
+    parts = [peers.chunk(x[:, :33], 33)]
+    parts += [peers.step(x[:, at : at + 1], torch.tensor([[at]])) for at in range(33, 50)]
+    assert_close(torch.cat(parts, dim=1), peers.expect(x))
+
+
 @pytest.mark.parametrize("length", (64, 320))
 def test_idle_rows_and_padding_are_not_taken_in(sizes, length):
     peers, x = Peers(sizes), inputs(50, 2)
