@@ -59,9 +59,9 @@ def plan_format(
 ) -> dict:
     """Return a checkpoint's "format" for this model.
 
-    attention, experts (and dense feed-forward layers), head: names in FORMATS, or PLAIN; the head's
-    default is its format's. dtype: of everything else. Raises ValueError for an unknown name or a
-    group size that does not fit.
+    attention (and what else is no feed-forward layer), experts (and dense such layers), head: names
+    in FORMATS, or PLAIN; the head's default is its format's. dtype: of everything else. Raises
+    ValueError for an unknown name or a group size that does not fit.
     """
     main_format = FORMATS.get(experts) or FORMATS.get(attention)
     default_head = main_format.head_format if main_format else PLAIN
@@ -101,7 +101,7 @@ def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
     """Return the modules to pack. names: format by role."""
     chosen = {}
     for path, module in model.named_modules():
-        role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
+        role = "head" if path == "head" else "experts" if ".ffn." in path else "attention"
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
             sizes = [module.weight.shape[-1]]

@@ -39,7 +39,7 @@ INDEXED = "indexed_attention"  # another name of the second of KINDS
 class Qwen4ExpArgs(HybridArgs):
     streams: int = 4  # S: residual streams (models/layers/hyper_connections.py)
     stream_rank: int = 320
-    index_heads: int = 4  # of the index that chooses blocks (models/layers/indexed_attention.py)
+    index_heads: int = 4  # N of an index that chooses blocks (models/layers/indexed_attention.py)
     index_dim: int = 128
     index_budget: int = 2048  # positions that a query attends to, beside those of the last block
     index_ratio: int = 4  # positions of a block

@@ -133,7 +133,7 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
         assert ours.median().item() < most, dtype
 
 
-NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gemma4")
+NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "gemma4")
 NEW_FAMILIES += ("laguna", "flint", "mellum", "kolibri1")
 
 
@@ -441,7 +441,13 @@ SHARED = (
     "qwen3_5_moe",
     "laguna",
 )  # the shared expert has to be as wide as whole ones
-NOT_FUSED = "phimoe", "gemma4", "kolibri1", *("deepseek_v2", "deepseek_v3", "kimi_linear")  # groups
+NOT_FUSED = (
+    "phimoe",
+    "qwen4_exp",
+    "gemma4",
+    "kolibri1",
+    *("deepseek_v2", "deepseek_v3", "kimi_linear"),
+)  # groups
 
 
 def check_several_tokens(

@@ -1,6 +1,7 @@
 """What is particular to Qwen4-Exp: residual streams, an index of blocks, a table of n-grams."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedRe
 from checkpoint import Checkpoint
 from formats import FORMATS
 from generate import load_model
+from memory.plan import GB, Memory, ModelSizes, Setup, fit
 from model import Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.converter import convert
@@ -28,7 +30,9 @@ from models.layers.hyper_connections import LastNorm, StreamNorm, Streams, Subla
 from models.layers.indexed_attention import IndexedAttention
 from models.layers.ngram_embedding import NgramBlock
 from models.random_weights import number_format
+from offload.plan import OffloadSettings
 from runtime.kernel_choice import why_not_computed
+from runtime.memory import Shortage
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -351,3 +355,35 @@ def test_the_table_gets_8_bits_in_every_format():
         assert modules["layers.1.ngrams.table"]["format"] == "fp8"
         assert modules["layers.0.attention_mixer.down"]["format"] in FORMATS
         assert not any(path.endswith((".inject", ".windex")) for path in modules)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", (False, True))
+def test_the_plan_counts_the_table_in_host_memory(offload):
+    """Beside offloaded experts, for each rank, and not on the GPU."""
+    args = ARCHITECTURES[PUBLISHED]
+    setup = Setup(ModelSizes(args, number_format("int4", args), torch.bfloat16), 4096)
+    sizes = setup.sizes
+    assert sizes.tables == 320_001_536 * (160 + 2)  # codes, and a scale a row
+    need = sizes.tables
+    if offload:
+        setup = replace(setup, offload=OffloadSettings(gpu_experts=64))
+        need += sizes.experts.host_bytes
+    plan = fit(setup, Memory(80 * GB, need))
+    assert plan.length == 4096
+    with pytest.raises(Shortage, match="host memory"):
+        fit(setup, Memory(80 * GB, need - 1))
+    assert sizes.weights < 67 * GB
+    of_two = replace(setup, sizes=sizes.changed(ranks=2))
+    with pytest.raises(Shortage, match=r"tables that stay .* need 103\.7 GB"):
+        fit(of_two, Memory(80 * GB, 2 * sizes.tables - 1))
+
+
+def test_a_cpu_reads_the_table_from_its_file():
+    args = ARCHITECTURES[PUBLISHED]
+    setup = Setup(ModelSizes(args, number_format("int4", args), torch.bfloat16), 1024)
+    assert fit(replace(setup, mapped=True), Memory(None, 8 * GB)).length == 1024
+    with pytest.raises(Shortage, match="tables that stay in host memory"):
+        fit(setup, Memory(None, 8 * GB))

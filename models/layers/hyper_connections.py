@@ -1,7 +1,7 @@
 """Hyper-connections: several residual streams in place of one (Zhu et al. 2025, Hyper-Connections).
 
-A sublayer reads one x, which a mixer makes of all streams, and its output is added to each stream
-with a weight. Both depend on the token.
+A mixer makes a sublayer's input x of all streams. The sublayer's output is added to each stream
+with a weight. Input and weights depend on the token.
 
     n = norm of each stream           x = mean over streams of sigmoid(up silu(down n / S)) n
     stream s += g_s sublayer(x)       g = 2 sigmoid(inject n / S)
@@ -114,10 +114,10 @@ class StreamTransformer(Transformer):
 
     def __init__(self, args):
         super().__init__(args)
-        self.norm = LastNorm(args)
+        self.norm, self.streams = LastNorm(args), args.streams
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return super().embed(tokens).unsqueeze(2).repeat(1, 1, self.args.streams, 1)
+        return super().embed(tokens).unsqueeze(2).repeat(1, 1, self.streams, 1)
 
 
 # Conversion ---------------------------------------------------------------------------------------
