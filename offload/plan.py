@@ -8,14 +8,14 @@ import torch
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
 from offload.balance import Prediction, choose_copies, measure_balance, resident_seconds
-from offload.cpu_experts import CPUThreads, use_huge_pages
+from offload.cpu_experts import CPUThreads
 from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
 from offload.profile import Profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
 from ops.step.cpu_share import MAX_TOKENS
 from ops.step.expert_paging import MAX_PAIRS
-from runtime.host_memory import register_host_memory
+from runtime.host_memory import register_host_memory, use_huge_pages
 from runtime.memory import Shortage, free_gpu_memory
 
 COMPUTE = "auto", "gpu", "cpu"  # who multiplies experts that miss

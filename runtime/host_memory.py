@@ -6,7 +6,9 @@ address is as any other to PyTorch, to its compiler and to a captured graph; onl
 slower.
 """
 
+import ctypes
 import logging
+import platform
 import weakref
 from contextlib import suppress
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from runtime.memory import Shortage, free_host_memory
 
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
+HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 
 log = logging.getLogger("moe_fast")
 
@@ -27,6 +30,18 @@ class Registered:
         self.host = host  # kept while a tensor is made of this
         size, address = (host.nbytes,), (host.data_ptr(), False)  # False: it may be written
         self.__cuda_array_interface__ = dict(shape=size, typestr="|u1", data=address, version=3)
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Ask for pages of 2 MB, before host memory is written for the first time.
+
+    The products of int4 were 1.1 times as fast as with pages of 4 KB (docs/log/offloading.md).
+    """
+    if platform.system() == "Linux":
+        begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = memory.data_ptr() + memory.nbytes - begin
+        if size > 0:  # a kernel without such pages refuses, which does no harm
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
 
 
 def register_host_memory(host: Tensor, owner: object, device: torch.device) -> bool:
@@ -70,6 +85,7 @@ def in_host_memory(weight: Tensor, owner: nn.Module, device: torch.device) -> Te
             "close other programs, or use a machine with more memory",
         )
     host = torch.empty_like(weight)
+    use_huge_pages(host)
     if not register_host_memory(host, owner, device):
         raise Shortage(f"{what} cannot be registered with CUDA", "raise ulimit -l")
     host.copy_(weight)

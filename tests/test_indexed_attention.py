@@ -103,20 +103,24 @@ class Peers:
         with torch.no_grad():
             return self.theirs(x, rope, mask, DynamicCache(config=self.config))[0]
 
-    def allocate(self, batch: int, length: int, cache_class=KVCache):
+    def allocate(self, batch: int, length: int, cache_class=KVCache, device: str = "cpu"):
         self.model.setup_cache(0, length)
-        return self.ours.allocate(batch, length, cache_class, torch.empty(0))
+        self.rope_table = self.model.rope_table.to(device)
+        return self.ours.to(device).allocate(
+            batch, length, cache_class, torch.empty(0, device=device)
+        )
 
     def step(self, x: Tensor, positions: Tensor, last: Tensor | None = None) -> Tensor:
         """Run x [B, Q, D] at positions [B, Q]."""
-        rope = self.model.rope_table[positions].unsqueeze(2)
-        mask = make_mask(positions, len(self.model.rope_table), None, x.dtype)
+        rope = self.rope_table[positions].unsqueeze(2)
+        mask = make_mask(positions, len(self.rope_table), None, x.dtype)
         return self.ours(x, Context(rope, positions=positions, masks={None: mask}, last=last))
 
     def chunk(self, x: Tensor, end: int, row: int = 0, last: Tensor | None = None) -> Tensor:
         """Run x [1, Q, D], which ends at position `end`, as a chunk."""
-        rope = self.model.rope_table[end - x.shape[1] : end][None, :, None]
-        return self.ours(x, Context(rope, Chunk(torch.tensor([row]), end), last=last))
+        rope = self.rope_table[end - x.shape[1] : end][None, :, None]
+        span = Chunk(torch.tensor([row], device=x.device), end)
+        return self.ours(x, Context(rope, span, last=last))
 
 
 def load_recipes(
@@ -233,6 +237,15 @@ def test_refused_drafts_leave_no_trace(sizes, accepted):
         found.append(peers.step(part, torch.tensor([[at]])))
         at += 1
     assert_close(torch.cat(found, dim=1), peers.expect(x)[:, 43 + accepted :])
+
+
+def test_a_used_row_begins_another_sequence(sizes):
+    peers, x = Peers(sizes), inputs(50, seed=2)
+    peers.allocate(1, 320)
+    peers.chunk(inputs(310), 310)
+    parts = [peers.chunk(x[:, :33], 33)]
+    parts += [peers.step(x[:, at : at + 1], torch.tensor([[at]])) for at in range(33, 50)]
+    assert_close(torch.cat(parts, dim=1), peers.expect(x))
 
 
 @pytest.mark.parametrize("length", (64, 320))

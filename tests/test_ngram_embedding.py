@@ -276,6 +276,18 @@ def test_a_row_is_copied_with_its_ids(sizes):
     assert_close(peers.chunk(x, tokens, 50, 1), peers.expect(x, tokens))
 
 
+def test_a_used_row_begins_another_sequence(sizes):
+    peers, (x, tokens) = Peers(sizes), inputs(300)
+    peers.allocate(1)
+    peers.chunk(x, tokens, 300)
+    x, tokens = inputs(20, seed=2)
+    parts = [peers.chunk(x[:, :9], tokens[:, :9], 9)]
+    for at in range(9, 20):
+        own = slice(at, at + 1)
+        parts.append(peers.step(x[:, own], tokens[:, own], torch.tensor([[at]])))
+    assert_close(torch.cat(parts, dim=1), peers.expect(x, tokens))
+
+
 def test_a_token_that_is_none_is_looked_up_as_0(sizes):
     """The host reads a step later that no logit was finite."""
     peers, (x, tokens) = Peers(sizes), inputs(5)
@@ -289,7 +301,7 @@ def test_a_token_that_is_none_is_looked_up_as_0(sizes):
 def test_compiled_code_unpacks_fp8_by_its_bits(monkeypatch):
     """Every finite e4m3 number, in the order of its code."""
     codes = torch.arange(256, dtype=torch.uint8)
-    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(4, 64)  # without the two NaNs
+    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(4, 64)  # 0x7F and 0xFF are NaN
     for group in (16, 32):
         words = bytes_to_words(codes, group)
         parts = {"codes": words, "scale": torch.rand(4, 1) + 0.5}

@@ -33,7 +33,7 @@ from ops.plain.attention import attend
 from ops.plain.rope import rotate_by
 from ops.plain.topk import largest_by_rank
 
-PAIRS_AT_ONCE = 1 << 25  # of a prompt's queries and positions, each with a mask and N / R scores
+PAIRS_AT_ONCE = 1 << 25  # (query, position) pairs of a prompt, each with N / R scores
 
 
 class IndexSizes(NamedTuple):

@@ -14,8 +14,8 @@ The table is 48 GiB at the published size. So it stays in host memory (`IN_HOST_
 token's few rows, 2.5 KB, are read from there by the kernel that looks them up. It may be in any
 format: a row is unpacked when it is looked up.
 
-Token ids are kept by position, as keys and values are: what is past a sequence's end is overwritten
-before it is read. The convolution's inputs are in a ring (models/layers/short_conv.py).
+Token ids are kept by position, as keys and values are: ids past a sequence's end are overwritten
+before they are read. The convolution's inputs are in a ring (models/layers/short_conv.py).
 
 Letters: E numbers of a token's rows, N = S D channels of the convolution, W its width.
 """
