@@ -1,7 +1,7 @@
 """Hyper-connections: several residual streams in place of one (Zhu et al. 2025, Hyper-Connections).
 
-A mixer makes a sublayer's input x of all streams. The sublayer's output is added to each stream
-with a weight. Input and weights depend on the token.
+A mixer makes a sublayer's input x of all streams. Each stream has a weight of what the sublayer's
+output adds to it. Input and weights depend on the token.
 
     n = norm of each stream           x = mean over streams of sigmoid(up silu(down n / S)) n
     stream s += g_s sublayer(x)       g = 2 sigmoid(inject n / S)
