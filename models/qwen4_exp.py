@@ -168,7 +168,6 @@ class Qwen4ExpText(HybridFamily):
     }
     nullable = *HybridFamily.nullable, "output_gate_type", "ple_layer_ids", "ple_embed_dim"
     only = {"mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True}
-    only |= {"indexer_kv_heads": 1}
     # How the layer of a published head reads the streams is not known.
     published_head = None
     left_out = ("mtp.",)
@@ -187,7 +186,10 @@ class Qwen4ExpText(HybridFamily):
             c.refuse("indexer_budget", f"a multiple of indexer_compress_ratio = {ratio} is needed")
         if c["indexer_head_dim"] % fields["rotary_dim"]:
             rotated = fields["rotary_dim"]
-            c.refuse("indexer_head_dim", f"a multiple of the {rotated} rotated numbers is needed")
+            why = f"it must be a multiple of {rotated}, which the rope parameters rotate"
+            c.refuse("indexer_head_dim", why)
+        if c.integer("indexer_kv_heads") != 1:
+            c.refuse("indexer_kv_heads", "only 1 is")
         return fields | {"delta_gate": gate} | ngram_fields(c, fields["full_layers"])
 
     def window_fields(self, c: HFConfig) -> dict:
@@ -268,6 +270,7 @@ class Qwen4Exp(Qwen4ExpText):
             eos_token_id=248044,
             ple_layer_ids=[2],
             indexer_n_heads=4,
+            indexer_kv_heads=1,
             indexer_head_dim=128,
             indexer_budget=2048,
             indexer_compress_ratio=4,

@@ -366,6 +366,10 @@ UNREAD = {
 }
 
 
+# The key's default makes a table of 10 GB.
+LARGE = ("ngram_vocab_size_base",)
+
+
 def variants(name: str, config: dict) -> list[tuple[str, dict]]:
     """Return each key, with each value, of the file and of its rope parameters."""
     family = FAMILIES[config["architectures"][0]]
@@ -375,7 +379,8 @@ def variants(name: str, config: dict) -> list[tuple[str, dict]]:
     if name != "gemma4" and isinstance(config.get(rope), dict):
         inner = {*config[rope], "rope_theta", "rope_type", "type", "partial_rotary_factor"}
         paths += sorted(f"{rope}.{key}" for key in inner.union(*ROPE_KEYS.values()))
-    return [(path, {path: value}) for path in paths for value in VALUES]
+    values = {path: VALUES[path in LARGE :] for path in paths}  # the first is ABSENT
+    return [(path, {path: value}) for path in paths for value in values[path]]
 
 
 def is_fine(found: str, path: str, value) -> bool:
@@ -433,7 +438,7 @@ def draw_config(base: dict, name: str, seed: int) -> dict:
     single = {*ONLY, *family.only} - {*family.defaults, *family.renamed_keys}
     config = draw(base, rng, name in SCALED, kept=single)
     if rng.random() < 1 / 3:
-        keys = sorted(config.keys() - OTHERS - {*UNREAD.get(name, ())})
+        keys = sorted(config.keys() - {*OTHERS, *LARGE, *UNREAD.get(name, ())})
         config = changed(config, {rng.choice(keys): rng.choice(VALUES)})
     return config
 
