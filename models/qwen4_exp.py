@@ -186,7 +186,7 @@ class Qwen4ExpText(HybridFamily):
             c.refuse("indexer_budget", f"a multiple of indexer_compress_ratio = {ratio} is needed")
         if c["indexer_head_dim"] % fields["rotary_dim"]:
             rotated = fields["rotary_dim"]
-            why = f"it must be a multiple of {rotated}, which the rope parameters rotate"
+            why = f"a multiple of {rotated} is: partial_rotary_factor of the rope parameters"
             c.refuse("indexer_head_dim", why)
         if c.integer("indexer_kv_heads") != 1:
             c.refuse("indexer_kv_heads", "only 1 is")
