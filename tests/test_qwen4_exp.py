@@ -37,6 +37,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 
+pytestmark = pytest.mark.usefixtures("few_threads")
 GREEDY = Sampling(temperature=0)
 PUBLISHED = "Qwen3.8-Flash-Next"
 END = 2  # token that ends a text, before which no n-gram reaches
