@@ -73,6 +73,13 @@ class ChatTemplate:
         """Whether the template looks for a marker: `marker in text` or `text.split(marker)`."""
         return bool(re.search(rf"['\"]{re.escape(marker)}['\"]\s*(in\b|[,)])", self.source))
 
+    def highest_is_xhigh(self) -> bool:
+        """Whether the template compares an effort with "xhigh", and not with "high" (Qwen3.8)."""
+        return all(
+            bool(re.search(rf"['\"]{effort}['\"]", self.source)) == is_known
+            for effort, is_known in (("xhigh", True), ("high", False))
+        )
+
     @property
     def variables(self) -> set[str]:
         """The names that the template reads and that are not its own, `messages` among them."""
@@ -121,6 +128,8 @@ class ChatTemplate:
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         if continues := bool(variables.get("continue_final_message")):
             variables = variables | {"add_generation_prompt": False}
+        if variables.get("reasoning_effort") == "high" and self.highest_is_xhigh():
+            variables = variables | {"reasoning_effort": "xhigh"}
         context = self.names | self.mark(defaults | variables)
         messages = [self.message(fields, empty_is_none) for fields in messages]
         if continues:

@@ -498,16 +498,24 @@ class Block(nn.Module):
             self.ffn = MoE(args)
         self.add_attention, self.add_ffn = AddNorm(), AddNorm()
 
+    def allocate(self, batch: int, length: int, cache_class: type[KVCache], like: Tensor):
+        """Make the layer's sequence state, in the dtype and on the device of `like`; return it."""
+        return self.attention.allocate(batch, length, cache_class, like)
+
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """x and its norm [B, Q, D] -> x, its next_norm, expert_indices, expert_weights [T, A].
 
         A block ends with the next block's norm: the residual sum before it and the norm are one
         kernel. A dense block returns None for indices and weights.
         """
-        x, h = self.add_attention(x, self.attention(normed, context), self.ffn_norm)
+        x, h = self.attend(x, normed, context)
         y, expert_indices, expert_weights = self.ffn(h.flatten(0, 1))
         x, normed = self.add_ffn(x, y, next_norm)
         return x, normed, expert_indices, expert_weights
+
+    def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """x and its norm [B, Q, D] -> x after attention, and the input of the FFN."""
+        return self.add_attention(x, self.attention(normed, context), self.ffn_norm)
 
 
 class Runner:
@@ -553,9 +561,7 @@ class Transformer(nn.Module):
         Returns the states, one a layer (also as `.states`); they replace those of an earlier call.
         """
         like = self.embedding.weight  # a norm may be in fp32
-        self.states = [
-            block.attention.allocate(batch, length, cache_class, like) for block in self.layers
-        ]
+        self.states = [block.allocate(batch, length, cache_class, like) for block in self.layers]
         self.windows = tuple(dict.fromkeys(block.attention.window for block in self.layers))
         table = self.make_rope_table(length, like.device)
         self.register_buffer("rope_table", table, persistent=False)

@@ -7,8 +7,8 @@ head along V. A block then all-reduces [T, D] twice: after `wo`, and after the w
 experts. Expert parallelism gives a rank E / N whole experts instead. Each family has a shard table
 (models/). parallel/ has the processes and collectives.
 
-These modules replace the model's: AllReduceAddNorm, FusedScores (the router), ShardedExperts,
-GatheredHead.
+These modules replace the model's: AllReduceAddNorm and FusedScores (the router), AllReduceStreams
+and MeanScores, ShardedExperts, GatheredHead.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from formats.regroup import Regrouping
 from model import AddNorm, Experts, Linear, ModelArgs, MoE, RMSNorm
 from models import build_model, family_of
 from models.family import Shard
+from models.layers.hyper_connections import StreamAddNorm, Streams
 from models.layers.mamba2 import GatedGroupNorm
 from models.layers.sandwich import Branches, SandwichAddNorm
 from models.row_shards import local_format, range_shards, shard_of
@@ -161,6 +162,24 @@ class AllReduceSandwich(AllReduceAddNorm):
         return replace(self.plain.fused_decode_settings(), all_reduce=self)
 
 
+class AllReduceStreams(StreamAddNorm):
+    """All-reduce + StreamAddNorm. A mixer is between it and the router, so it has no scores."""
+
+    def forward(self, x: Streams, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        return super().forward(x, all_reduce_sum(y.contiguous()), norm)
+
+
+class MeanScores(nn.Module):
+    """The mean of all ranks' router scores: they have the same bits, so all choose the same."""
+
+    def __init__(self, router: Linear, ranks: int):
+        super().__init__()
+        self.router, self.ranks = router, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce_sum(self.router(x).float()) / self.ranks
+
+
 class FusedScores(nn.Module):
     """A router that returns the scores computed by the AllReduceAddNorm before it."""
 
@@ -174,8 +193,10 @@ class FusedScores(nn.Module):
         return scores if router.bias is None else scores + router.bias
 
 
-def all_reduced(add_norm: AddNorm, router: Linear | None = None) -> AllReduceAddNorm:
+def all_reduced(add_norm: AddNorm, router: Linear | None = None) -> AddNorm:
     """Return what replaces a block's AddNorm; router: of the FFN that follows it."""
+    if isinstance(add_norm, StreamAddNorm):
+        return AllReduceStreams()
     if isinstance(add_norm, SandwichAddNorm):
         return AllReduceSandwich(add_norm, router)
     return AllReduceAddNorm(getattr(add_norm, "scale", 1.0), router)
@@ -459,7 +480,10 @@ class ModelShard:
             block.add_attention = all_reduced(block.add_attention, router)
             block.add_ffn = all_reduced(block.add_ffn)
             if router is not None:
-                block.ffn.router = FusedScores(block.add_attention)
+                scored = isinstance(block.add_attention, AllReduceAddNorm)
+                block.ffn.router = (
+                    FusedScores(block.add_attention) if scored else MeanScores(router, self.ranks)
+                )
 
     def read(
         self, source, name: str, device: torch.device | str, expert: int | None = None

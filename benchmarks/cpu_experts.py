@@ -18,9 +18,10 @@ from torch import Tensor
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from model import swiglu
-from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight, use_huge_pages
+from offload.cpu_experts import CPUExperts, CPUThreads, HostWeight
 from offload.cpu_share import compiled_server
 from ops.step.cpu_share import ANSWERED, ASKED, BUSY, LAYER, PAIRS, STOP, TOKENS, new_mailbox
+from runtime.host_memory import use_huge_pages
 
 SHAPES = {  # dim, width, experts, active
     "qwen3.6": (2048, 512, 256, 8),

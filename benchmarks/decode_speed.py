@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
 from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
 from model import ModelArgs, Transformer
+from models.layers.indexed_attention import IndexedAttention
+from models.layers.joined_state import JoinedState
 from models.layers.pending_state import PendingState
-from models.layers.short_conv import ShortConv
+from models.layers.short_conv import ConvCache
 from models.random_weights import (
     RandomWeights,
     free_memory,
@@ -163,16 +166,26 @@ def fill_cache(session: Session, prompts: Sequence[Sequence[int]]) -> None:
 
 def cache_in_use(session: Session, position: int) -> int:
     """Return the bytes of all layers' states that a token at this position reads."""
-    used = 0
-    for block, state in zip(session.model.layers, session.states, strict=True):
-        if isinstance(state, PendingState):  # the same at every position
-            used += state.state.nbytes + state.window.nbytes
-            continue
-        convolved = isinstance(block.attention, ShortConv)
-        window: int | None = block.attention.width if convolved else block.attention.window
-        visible = min(position, window or position)
-        used += state.nbytes * visible // state.kv.shape[-2]
-    return used
+    layers = zip(session.model.layers, session.states, strict=True)
+    return sum(bytes_in_use(block.attention, state, position) for block, state in layers)
+
+
+def bytes_in_use(layer: nn.Module, state: nn.Module, position: int) -> int:
+    """`cache_in_use` of one layer's state."""
+    if isinstance(state, JoinedState):
+        return sum(bytes_in_use(layer, part, position) for part in state.states)
+    if isinstance(state, PendingState):  # the same at every position
+        return state.state.nbytes + state.window.nbytes
+    if state.kv.dtype == torch.int64:  # ids, of which a token reads a few
+        return 0
+    window: int | None = layer.window
+    if isinstance(state, ConvCache):
+        window = state.width
+    elif isinstance(layer, IndexedAttention) and state is layer.block_keys:
+        position //= layer.sizes.ratio
+    elif isinstance(layer, IndexedAttention):
+        window = layer.sizes.reach
+    return state.nbytes * min(position, window or position) // state.kv.shape[-2]
 
 
 def describe_run(session: Session, options: argparse.Namespace) -> dict:

@@ -5,7 +5,14 @@ from torch import Tensor
 
 from formats.base import Format, Parts
 from formats.int8 import split_bytes
-from formats.words import both_halves, bytes_to_words, halves_as_fp16, nonzero, words_to_bytes
+from formats.words import (
+    both_halves,
+    bytes_to_words,
+    halves_as_fp16,
+    interleave,
+    nonzero,
+    words_to_bytes,
+)
 
 E4M3_MAX = 448
 
@@ -26,6 +33,9 @@ class FP8(Format):
         return {"codes": bytes_to_words(codes, group), "scale": scale}
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
+        if torch.compiler.is_compiling():  # Triton has no e4m3 on GPUs before 8.9
+            fields = torch.stack(e4m3_fields(parts["codes"]), dim=-1).flatten(-2)
+            return interleave(fields, group // 4, group) * (parts["scale"].float() * 2.0**8)
         codes = words_to_bytes(parts["codes"], group).view(torch.float8_e4m3fn)
         return codes.float() * parts["scale"].float()
 
@@ -34,15 +44,20 @@ class FP8(Format):
         return total * (parts["scale"].squeeze(-1).float() * 2.0**8)
 
 
-def e4m3_products(x: Tensor, words: Tensor, group: int) -> Tensor:
-    """x [..., in], e4m3 codes [..., out, W] -> fp32 [..., out, W]: 2 ** -8 * products, by word.
+def e4m3_fields(words: Tensor) -> list[Tensor]:
+    """e4m3 codes [..., W] -> fp32 [..., W] for each field: 2 ** -8 times the numbers.
 
     e4m3 is s eeee mmm, fp16 is s eeeee mmmmmmmmmm: the same bits, shifted into place, are 2 ** -8
     times the number, subnormal numbers included.
     """
-    values = [None] * 4
+    values = [words] * 4
     for k, byte in ((0, words << 8), (1, words)):
         bits = (byte & both_halves(0x8000)) | ((byte >> 1) & both_halves(0x3F80))
         values[k], values[k + 2] = halves_as_fp16(bits)
+    return values
+
+
+def e4m3_products(x: Tensor, words: Tensor, group: int) -> Tensor:
+    """x [..., in], e4m3 codes [..., out, W] -> fp32 [..., out, W]: 2 ** -8 * products, by word."""
     fields = split_bytes(x, words, group)
-    return sum(field * value for field, value in zip(fields, values, strict=True))
+    return sum(field * value for field, value in zip(fields, e4m3_fields(words), strict=True))

@@ -225,18 +225,36 @@ def column_order(format: str, group: int, width: int, device: torch.device) -> T
     return FORMATS[format].grouped_order(columns, group)
 
 
+def stays_in_host_memory(model: nn.Module, path: str) -> bool:
+    """Whether a module's parameters are read from host memory: `host_modules` of the model."""
+    return path.endswith(getattr(model, "host_modules", ()))
+
+
+def host_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that stay in host memory, as `weight_bytes` counts."""
+    modules = model.named_modules()
+    return sum(weight_bytes(m, dtype) for path, m in modules if stays_in_host_memory(model, path))
+
+
 def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] = ()) -> int:
     """Return the bytes of the weights, of those that are not packed in `dtype`.
 
-    without: the ids of parameters that do not count.
+    without: the ids of parameters that do not count, beside those that stay in host memory.
     """
+    modules = dict(model.named_modules())
+    away = {
+        id(p)
+        for path, m in modules.items()
+        if stays_in_host_memory(model, path)
+        for p in m.parameters()
+    }
     packed = {
-        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
+        id(part) for m in modules.values() if isinstance(m, Packed) for part in m.parts().values()
     }
     return sum(
         p.nbytes if id(p) in packed else p.numel() * dtype.itemsize
         for p in model.parameters()
-        if id(p) not in without
+        if id(p) not in without and id(p) not in away
     )
 
 

@@ -33,7 +33,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
 CPU_CHUNK = 1 << 17  # on a CPU: temporaries stay in its cache, and their memory is used again
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
-NEVER_PACKED = ".router", ".shared_gate", ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate"
+NEVER_PACKED = (
+    *(".router", ".shared_gate", ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate"),
+    *(".windex", ".inject"),
+)
+LOOKED_UP = (".table",)  # rows are unpacked one by one: fp8, whatever the others get
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
 MTP = "mtp"
 
@@ -55,9 +59,9 @@ def plan_format(
 ) -> dict:
     """Return a checkpoint's "format" for this model.
 
-    attention, experts (and dense feed-forward layers), head: names in FORMATS, or PLAIN; the head's
-    default is its format's. dtype: of everything else. Raises ValueError for an unknown name or a
-    group size that does not fit.
+    attention (and what else is no feed-forward layer), experts (and dense such layers), head: names
+    in FORMATS, or PLAIN; the head's default is its format's. dtype: of everything else. Raises
+    ValueError for an unknown name or a group size that does not fit.
     """
     main_format = FORMATS.get(experts) or FORMATS.get(attention)
     default_head = main_format.head_format if main_format else PLAIN
@@ -97,11 +101,11 @@ def packable_sizes(model: Transformer, names: dict[str, str]) -> Packable:
     """Return the modules to pack. names: format by role."""
     chosen = {}
     for path, module in model.named_modules():
-        role = "head" if path == "head" else "attention" if ".attention." in path else "experts"
+        role = "head" if path == "head" else "experts" if ".ffn." in path else "attention"
         packable = isinstance(module, Linear | ExpertLinear) and not path.endswith(NEVER_PACKED)
         if packable and names[role] != PLAIN:
             sizes = [module.weight.shape[-1]]
-            name = FORMATS[names[role]].name_for(sizes[0])
+            name = "fp8" if path.endswith(LOOKED_UP) else FORMATS[names[role]].name_for(sizes[0])
             if has_gate_and_up(module, path) and FORMATS[name].blocks:
                 sizes.append(module.weight.shape[-2] // 2)  # each has blocks of its own
             chosen[path] = name, tuple(sizes)

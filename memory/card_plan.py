@@ -56,13 +56,15 @@ class Plan(NamedTuple):
     @property
     def where(self) -> str:
         """Where the weights are."""
+        sizes = self.choice.setup.sizes
+        beside = f"; a table in host memory, {sizes.tables / GB:.1f} GB" if sizes.tables else ""
         if self.experts is None:
-            return f"{self.choice.setup.sizes.weights / GB:.1f} GB of weights on the GPU"
-        held, sizes = self.experts.nbytes / GB, self.experts.experts
+            return f"{sizes.weights / GB:.1f} GB of weights on the GPU{beside}"
+        held, experts = self.experts.nbytes / GB, self.experts.experts
         return (
-            f"--offload, {self.experts.slots} of {sizes.n_local} experts a layer and the other "
+            f"--offload, {self.experts.slots} of {experts.n_local} experts a layer and the other "
             f"weights on the GPU, {held:.1f} GB; all experts in host memory, "
-            f"{sizes.host_bytes / GB:.1f} GB"
+            f"{experts.host_bytes / GB:.1f} GB{beside}"
         )
 
     def lines(self, compiled: bool = True) -> list[str]:

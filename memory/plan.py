@@ -7,7 +7,7 @@ import torch
 
 from cli.options import DEFAULT_CHAT_LENGTH
 from formats.kv_cache import KV_CACHES
-from formats.packed import weight_bytes
+from formats.packed import host_bytes, weight_bytes
 from model import ModelArgs, Transformer
 from models import build_model, family_of
 from models.random_weights import first_layers
@@ -67,8 +67,13 @@ class ModelSizes:
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, but for those of `tables`."""
         return weight_bytes(self.model, self.dtype)
+
+    @cached_property
+    def tables(self) -> int:
+        """Bytes of weights that stay in host memory (runtime/host_memory.py)."""
+        return host_bytes(self.model, self.dtype)
 
     @cached_property
     def typed_model(self) -> Transformer:
@@ -160,6 +165,7 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
 
     Raises ValueError for settings of offloading that no memory makes valid.
     """
+    memory = memory_beside_tables(setup, memory)
     if setup.extra:
         memory = memory_beside_draft(setup.extra, memory)
     if setup.offload:
@@ -188,6 +194,23 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
             "shorten --max_seq_len",
         )
     return Capacity(setup.length, setup.batch, need)
+
+
+def memory_beside_tables(setup: Setup, memory: Memory) -> Memory:
+    """Return the memory that tables in host memory leave. Raises Shortage if they do not fit.
+
+    Each rank has its own. On the CPU they may be read from their file instead.
+    """
+    need = setup.sizes.ranks * setup.sizes.tables
+    if memory.gpu is None and setup.mapped:
+        need = 0
+    if need > memory.host:
+        raise Shortage(
+            f"tables that stay in host memory need {need / GB:.1f} GB, of which "
+            f"{memory.host / GB:.1f} GB are free",
+            "use a machine with more",
+        )
+    return replace(memory, host=memory.host - need)
 
 
 def memory_beside_draft(extra: int, memory: Memory) -> Memory:

@@ -118,7 +118,7 @@ ROPE_NULLABLE = (
 )
 
 MAX_NUMBER = 1e30
-MAX_INTEGER = 1 << 24
+MAX_INTEGER = 1 << 25
 MAX_INTEGERS = dict(num_hidden_layers=4096, num_experts=4096, num_nextn_predict_layers=4096)
 
 

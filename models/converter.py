@@ -57,11 +57,13 @@ SMALL_BYTES = 1 << 20  # a tensor of this size is transformed in no time
 PACKABLE = (
     *(".wqkv.weight", ".wq.weight", ".wo.weight", ".w13.weight", ".w2.weight", "head.weight"),
     *(".wqkvz.weight", ".wzx.weight", ".wbcx.weight", ".wout.weight", ".wqk.weight", ".fc.weight"),
+    *(".wkv.weight", ".table.weight"),
+    *(".down.weight", ".up.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
 DEQUANTIZED = (
     *(".wkv", ".wba.weight", ".wdt.weight"),
-    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight"),
+    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight", ".inject.weight", ".windex.weight"),
 )
 
 
@@ -164,9 +166,11 @@ class ConversionPlan:
 
     def layout(self, layer: str) -> PublishedLayout:
         """Return how the experts of a layer are stored. layer: the prefix of its tensors."""
-        names = (f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "up"))
-        fused = any(name in self.tensors.tensors for name in names)
-        return PublishedLayout(fused, self.format_name == "mxfp4")
+        names = frozenset(
+            name.removeprefix(layer) for name in self.tensors.tensors if name.startswith(layer)
+        )
+        fused = not names.isdisjoint({"mlp.experts.gate_up_proj", "mlp.experts.up_proj"})
+        return PublishedLayout(fused, self.format_name == "mxfp4", names=names)
 
     def add_head(self, family: Family, args: ModelArgs) -> None:
         """Plan the head for multi-token prediction, if it is there as its recipes need it.
@@ -400,6 +404,7 @@ class Conversion:
         if published:
             self.tensors.forget(NOT_NEEDED)
             self.tensors.name_block_scales()
+            self.tensors.share_scales()
         left_out = self.tensors.leave_out(family.left_out)
         extra_layers = self.config.get("num_nextn_predict_layers") or 0
         first = family.published_layers(args)

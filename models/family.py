@@ -47,11 +47,12 @@ class Shard(NamedTuple):
 
 
 class PublishedLayout(NamedTuple):
-    """How a published checkpoint stores one layer's experts."""
+    """How a published checkpoint stores one layer."""
 
     fused: bool  # all experts in one tensor
-    packed: bool  # in MXFP4
+    packed: bool  # experts in MXFP4
     separate: bool = False  # gate and up of all experts are two tensors (GGUF)
+    names: frozenset[str] = frozenset()  # the layer's tensors, without its prefix
 
 
 class PublishedHead(NamedTuple):

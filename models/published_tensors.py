@@ -18,6 +18,11 @@ WRONG_DTYPE = {  # keys: the dtype that is due
 }
 BLOCK = 128  # rows and columns that share a scale of block FP8
 SCALE = "_scale_inv"  # suffix of a block-FP8 weight's scales
+# Suffixes of what follows from config.json.
+CONSTANTS = (
+    *("rotary_emb.inv_freq", ".ple_embedding.layer_multipliers"),
+    *(".ple_embedding.ngram_heads_vocab_sizes", ".ple_embedding.ngram_heads_offsets"),
+)
 
 
 class PublishedTensors:
@@ -59,7 +64,7 @@ class PublishedTensors:
             both = f"{self.tensors[name][0].path.name} and {shard.path.name}"
             what = f"{original} is there twice, in {both}"
             raise ValueError(f"{self.directory}: {what}; remove the stale file")
-        if not name.endswith("rotary_emb.inv_freq"):  # a constant in old files
+        if not name.endswith(CONSTANTS):
             self.tensors[name] = shard, original
 
     def name_block_scales(self) -> None:
@@ -71,6 +76,18 @@ class PublishedTensors:
             blocks = tuple(-(-size // BLOCK) for size in weight[0])
             if scale[0] == blocks and max(weight[0], default=0) > BLOCK:
                 self.tensors[name.removesuffix("_scale") + SCALE] = self.tensors.pop(name)
+
+    def share_scales(self) -> None:
+        """Give each part NAME.shard_N.weight of a table the scale NAME.weight_scale of all."""
+        shared = set()
+        for name in [name for name in self.tensors if ".shard_" in name]:
+            whole, number = name.removesuffix(".weight").split(".shard_", 1)
+            scale = f"{whole}.weight_scale"
+            if name.endswith(".weight") and scale in self.tensors:
+                self.tensors[f"{whole}.shard_{number}.weight_scale"] = self.tensors[scale]
+                shared.add(scale)
+        for scale in shared:
+            del self.tensors[scale]
 
     def forget(self, suffixes: tuple[str, ...]) -> None:
         """Forget the tensors with these suffixes, which the model does not need."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from models.config import nested_text_config
 from models.gguf import MadeTable, log_of_negative, made_of
 from models.layers.gated_hybrid import HybridArgs, HybridFamily
-from models.tensors import Recipe, Recipes
 
 
 class Qwen3_5MoeText(HybridFamily):
@@ -51,19 +50,6 @@ class Qwen3_5MoeText(HybridFamily):
             "dt_bias": made_of("ssm_dt.bias", rows=heads),
         }
         return super().gguf_layer(args) | {f"linear_attn.{k}": how for k, how in made.items()}
-
-    def projection_recipes(self, args: HybridArgs) -> Recipes:
-        _, H, _, Cv, _ = sizes = args.delta_sizes
-        N = sizes.channels
-        qkvz = {"qkv": slice(0, N), "z": slice(N, N + H * Cv)}
-        ba = {"b": slice(0, H), "a": slice(H, 2 * H)}
-        return {
-            f"attention.{ours}.weight": Recipe(
-                (max(place.stop for place in places.values()), args.dim),
-                {f"linear_attn.in_proj_{name}.weight": (place,) for name, place in places.items()},
-            )
-            for ours, places in (("wqkvz", qkvz), ("wba", ba))
-        }
 
 
 def by_key_head(numbers: Tensor, K: int, width: int) -> Tensor:

@@ -72,8 +72,6 @@ KINDS = {
     "iq4": Kind(7, zero=128, run=32),
 }
 
-HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
-
 log = logging.getLogger("moe_fast")
 Library = ctypes.CDLL
 
@@ -193,19 +191,7 @@ class CallStruct(ctypes.Structure):
     )
 
 
-# Memory and threads -------------------------------------------------------------------------------
-
-
-def use_huge_pages(memory: Tensor) -> None:
-    """Ask for pages of 2 MB, before host memory is written for the first time.
-
-    The products of int4 were 1.1 times as fast as with pages of 4 KB (docs/log/offloading.md).
-    """
-    if platform.system() == "Linux":
-        begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        size = memory.data_ptr() + memory.nbytes - begin
-        if size > 0:  # a kernel without such pages refuses, which does no harm
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
+# Threads ------------------------------------------------------------------------------------------
 
 
 class CPUThreads:

@@ -1,8 +1,6 @@
 """Plan the GPU's memory, and move experts to host memory while a model is loaded."""
 
 import logging
-import weakref
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,17 +8,17 @@ import torch
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
 from offload.balance import Prediction, choose_copies, measure_balance, resident_seconds
-from offload.cpu_experts import CPUThreads, use_huge_pages
+from offload.cpu_experts import CPUThreads
 from offload.cpu_share import CPUProducts, cpu_products, set_copies, share_layers
 from offload.experts import BlobPart, LayerStorage, OffloadedExperts, Reader, plan_blob
 from offload.profile import Profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
 from ops.step.cpu_share import MAX_TOKENS
 from ops.step.expert_paging import MAX_PAIRS
+from runtime.host_memory import register_host_memory, use_huge_pages
 from runtime.memory import Shortage, free_gpu_memory
 
 COMPUTE = "auto", "gpu", "cpu"  # who multiplies experts that miss
-PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 
 log = logging.getLogger("moe_fast")
 
@@ -78,27 +76,6 @@ def choose_slots(
             f"{total} (all)"
         )
     return settings.gpu_experts
-
-
-def register_host_memory(host: torch.Tensor, owner: object, device: torch.device) -> bool:
-    """Register host memory with CUDA for the owner's life, so that copies are asynchronous.
-
-    Return whether it worked; log a warning if not. PyTorch's pinned memory would take up to twice
-    the bytes, because it rounds up to powers of two.
-    """
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
-    if int(error) == 0:
-        undo = weakref.finalize(owner, runtime.cudaHostUnregister, host.data_ptr())
-        undo.atexit = False  # the process's end unregisters it anyway
-        return True
-    with suppress(RuntimeError):  # the next kernel reports the error again: launch one here
-        torch.empty(1, device=device).zero_()
-    log.warning(
-        f"warning: {host.nbytes / 1e9:.1f} GB of host memory cannot be registered with CUDA "
-        f"({error}): copies will be slower; raise the limit of locked memory (ulimit -l)"
-    )
-    return False
 
 
 @dataclass(frozen=True)

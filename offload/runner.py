@@ -99,7 +99,7 @@ def route_experts(block: Block, x: Tensor, normed: Tensor, context: Context):
 
     Return x, the experts' input h [T, D], expert_indices, expert_weights [T, A].
     """
-    x, h = block.add_attention(x, block.attention(normed, context), block.ffn_norm)
+    x, h = block.attend(x, normed, context)
     h = h.flatten(0, 1)
     return x, h, *block.ffn.route(block.ffn.router(h))
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import tp
 from cli.report import in_bytes, in_seconds
 from formats import FORMATS
-from formats.packed import Packed, weight_bytes
+from formats.packed import Packed, stays_in_host_memory, weight_bytes
 from formats.quantizer import DTYPES
 from gguf_files.opening import open_source
 from model import Transformer
@@ -27,6 +27,7 @@ from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from runtime.fused_attention import fuse_decode_attention
+from runtime.host_memory import in_host_memory
 from runtime.kernel_choice import why_not_fused
 from runtime.memory import Shortage, free_gpu_memory
 
@@ -196,11 +197,15 @@ class WeightLoader:
             raise ValueError(f"{name} is {found} where the config says {expected}: {fix}")
 
     def fill(self, device: torch.device) -> None:
-        """Read every parameter that is still on the meta device."""
+        """Read every parameter that is still on the meta device, some into host memory."""
         for name, parameter in list(self.shard.model.named_parameters()):
             if parameter.is_meta:
                 path, leaf = name.rsplit(".", 1)
-                loaded = nn.Parameter(self.read(name, device), requires_grad=False)
+                if device.type == "cuda" and stays_in_host_memory(self.shard.model, path):
+                    weight = in_host_memory(self.read(name, "cpu"), self.modules[path], device)
+                else:
+                    weight = self.read(name, device)
+                loaded = nn.Parameter(weight, requires_grad=False)
                 setattr(self.modules[path], leaf, loaded)
 
     def summary(self, device: torch.device, seconds: float, offloaded: bool) -> str:

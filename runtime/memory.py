@@ -50,8 +50,9 @@ def cache_bytes(
     rings are included (runtime/snapshots.py).
     """
     like = torch.empty(0, dtype=dtype, device="meta")
-    attentions = [block.attention for block in model.layers]
-    states: list[SequenceState] = [a.allocate(batch, length, cache_class, like) for a in attentions]
+    states: list[SequenceState] = [
+        block.allocate(batch, length, cache_class, like) for block in model.layers
+    ]
     rings = sum(s.nbytes for s in states if isinstance(s, Ring))
     return sum(s.nbytes for s in states) + rings * snapshots_kept(rings // batch)
 

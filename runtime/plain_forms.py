@@ -26,6 +26,7 @@ FORMS = (
     *("MoE.forward", "MoE.expert_input", "MoE.selection_scores", "MoE.route", "MoE.merge"),
     *("FeedForward.forward", "Attention.forward", "Attention.core", "Attention.keys_and_values"),
     *("Attention.queries", "Attention.clip", "Attention.attend", "Block.forward"),
+    "Block.attend",
 )
 TESTED = {
     "swiglu": "8ab3aea689d6",
@@ -49,7 +50,8 @@ TESTED = {
     "Attention.queries": "ddedfdfb36a1",
     "Attention.clip": "acbe3895ecac",
     "Attention.attend": "792d3460fe8f",
-    "Block.forward": "577592d49ce3",
+    "Block.forward": "254843635b8b",
+    "Block.attend": "441b67112e6a",
 }
 
 

@@ -23,6 +23,8 @@ def stored_bytes(module: nn.Module) -> int:
 def bytes_per_token(model: Transformer, experts_read: float | None = None) -> int:
     """Return the bytes that one token reads: A of E experts, one row of the embedding, all else.
 
+    A few rows of tables that stay in host memory (`host_modules` of the model) are left out.
+
     experts_read: for several tokens at once, the distinct experts that they read in a layer.
     """
     active = experts_read or model.args.n_active
@@ -33,6 +35,8 @@ def bytes_per_token(model: Transformer, experts_read: float | None = None) -> in
             total = getattr(module, "choose_from", module.n_expert)
             size = stored_bytes(module)
             idle += size - int(size * active / total)
+    away = getattr(model, "host_modules", ())
+    idle += sum(stored_bytes(m) for path, m in model.named_modules() if path.endswith(away))
     tied = model.args.tied_embeddings and isinstance(model.head, Linear)
     table = model.embedding.weight
     return stored_bytes(model) - idle - (0 if tied else table.nbytes) + table[0].nbytes

@@ -62,8 +62,9 @@ class Recorder:
         """Record `select(inputs, output)` at each call of the module."""
 
         def hook(_, inputs, output) -> None:
-            found = select(inputs, output).detach().float().cpu().flatten(0, -2)
-            self.rows.setdefault(place, []).append(found)
+            found = select(inputs, output).detach().float().cpu()
+            found = found.flatten(2) if found.dim() == 4 else found  # residual streams
+            self.rows.setdefault(place, []).append(found.flatten(0, -2))
 
         self.handles.append(module.register_forward_hook(hook))
 
@@ -87,16 +88,14 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
     record = recorder.record
     scale = getattr(model, "embedding_scale", {})  # Gemma 4's; transformers' embedding has it
     record(("", "embedding"), model.embedding, lambda i, o: o * scale.get(o.dtype, 1))
-    next_norms = [block.attention_norm for block in model.layers[1:]] + [model.norm]
-    for n, (block, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
+    for n, block in enumerate(model.layers):
         layer, ffn = f"layer {n}", block.ffn
-        norm = getattr(block, "ffn_norm", next_norm)
-        record((layer, "attention norm"), block.attention_norm, lambda i, o: o)
+        record((layer, "attention norm"), block.attention, lambda i, o: i[0])
         record((layer, "attention"), block.attention, lambda i, o: o)
-        record((layer, "residual after attention"), norm, lambda i, o: i[0])
-        if norm is next_norm:  # a mixer alone
+        record((layer, "residual after attention"), block.add_attention, lambda i, o: o[0])
+        if not hasattr(block, "ffn_norm"):  # a mixer alone
             continue
-        record((layer, "ffn norm"), norm, lambda i, o: o)
+        record((layer, "ffn norm"), ffn, lambda i, o: i[0])
         if n not in model.args.dense_layers:
             record((layer, "router logits"), ffn.router, lambda i, o: o)
             record((layer, ROUTING), ffn, lambda i, o: sort_by_expert(*o[1:])[0])
@@ -105,13 +104,14 @@ def record_ours(model: Transformer, recorder: Recorder) -> None:
             record((layer, "sum of experts"), ffn.experts, lambda i, o: o)
         else:
             record((layer, "sum of experts"), ffn, lambda i, o: getattr(o[0], "experts", o[0]))
-        record((layer, "residual after experts"), next_norm, lambda i, o: i[0])
+        record((layer, "residual after experts"), block.add_ffn, lambda i, o: o[0])
     record(("", "last norm"), model.norm, lambda i, o: o)
     record(("", "logits"), model.head, lambda i, o: o)
 
 
 # Names of the norm before the FFN. With norms around sublayers the usual name is another norm's.
-FFN_NORMS = "pre_mlp_layernorm", "ffn_norm", "post_attention_layernorm"
+# A mixer of residual streams stands for the norm.
+FFN_NORMS = "pre_mlp_layernorm", "ffn_norm", "post_attention_layernorm", "mlp_hyper_connection"
 
 
 def part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -135,12 +135,12 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
         if is_gemma4:  # the router and the experts stand beside a dense FFN
             norm, gate, ffn = block.pre_feedforward_layernorm, block.router, block.experts
             ffn_norm, scores = gate.norm, gate.proj
-        before = part_of(block, ("input_layernorm", "operator_norm"))
-        record((layer, "attention norm"), before, lambda i, o: o)
+        before = part_of(block, ("input_layernorm", "operator_norm", "attn_hyper_connection"))
+        record((layer, "attention norm"), before, lambda i, o: o[0] if type(o) is tuple else o)
         attention = part_of(block, ("self_attn", "linear_attn", "mamba", "conv"))
         record((layer, "attention"), attention, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after attention"), norm, lambda i, o: i[0])
-        record((layer, "ffn norm"), ffn_norm, lambda i, o: o)
+        record((layer, "ffn norm"), ffn_norm, lambda i, o: o[0] if type(o) is tuple else o)
         if gate is not None:
             record((layer, "router logits"), scores, lambda i, o: o[0] if type(o) is tuple else o)
             record((layer, ROUTING), gate, lambda i, o: sort_by_expert(o[2], o[1])[0])
@@ -149,7 +149,7 @@ def record_peer(peer: nn.Module, recorder: Recorder) -> None:
             record((layer, "expert weights"), gate, weights)
         record((layer, "sum of experts"), ffn, lambda i, o: o[0] if isinstance(o, tuple) else o)
         record((layer, "residual after experts"), block, lambda i, o: o)
-    last = part_of(peer.model, ("norm", "embedding_norm"))
+    last = part_of(peer.model, ("norm", "embedding_norm", "hyper_connection_mixer"))
     record(("", "last norm"), last, lambda i, o: o)
     record(("", "logits"), peer.lm_head, lambda i, o: o)
 

@@ -118,6 +118,26 @@ FAMILIES = {
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeForCausalLM(
         transformers.Qwen3_5MoeTextConfig(**COMMON | HYBRID)
     ),
+    # Three streams, sigmoid gates; an index that chooses two of a prompt's blocks.
+    "qwen4_exp": lambda: transformers.Qwen4ExpForCausalLM(
+        transformers.Qwen4ExpTextConfig(
+            **COMMON | HYBRID,
+            hc_count=3,
+            hc_lowrank=32,
+            output_gate_type="sigmoid",
+            indexer_n_heads=8,  # with fewer, many scores are 0, and blocks tie
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=8,
+            indexer_compress_ratio=4,
+            ple_layer_ids=[2],
+            ple_embed_dim=128,
+            heads_per_ngram=2,
+            ngram_vocab_size_base=97,
+            make_ngram_vocab_size_divisible_by=8,
+            split_ngram_parts=4,
+        )
+    ),
     # Windows, two kinds of heads and of RoPE, a dense FFN beside the experts, a soft cap that caps.
     "gemma4": lambda: transformers.Gemma4ForCausalLM(
         transformers.Gemma4TextConfig(

@@ -33,6 +33,8 @@ from formats.kv_cache import Int8KVCache
 from formats.packed import PackedExpertLinear, PackedLinear
 from model import Block, Context, ExpertLinear, KVCache, ModelArgs, RMSNorm
 from models import ARCHITECTURES, build_model
+from models.layers.indexed_attention import IndexedAttention
+from models.layers.ngram_embedding import NgramEmbedding
 from models.random_weights import first_layers
 from ops.inductor import configure_inductor, materialize
 from ops.plain.attention import Mask, attend, attend_blocks, blocks_in_use
@@ -259,6 +261,37 @@ def long_attention(args: ModelArgs, queries: int):
     return step, (fake_empty(1, queries, H, C), keys, values, positions)
 
 
+def indexed_attention(args: ModelArgs, cache_class: type[KVCache], length: int = 32768):
+    """Attention that gathers the positions an index chooses, one token. It needs Dynamo."""
+    layer = IndexedAttention(args)
+    move_to_fake_gpu(layer)
+    layer.allocate(1, length, cache_class, fake_empty(1))
+
+    def step(x: Tensor, positions: Tensor, rope: Tensor, bias: Tensor) -> Tensor:
+        return layer(x, Context(rope, positions=positions, masks={None: Mask(bias)}))
+
+    rope = fake_empty(1, 1, 1, 2 * args.head_dim, dtype=torch.float32)
+    positions = fake_empty(1, 1, dtype=torch.int64)
+    return step, (fake_empty(1, 1, args.dim), positions, rope, fake_empty(1, 1, length))
+
+
+def ngrams(args: ModelArgs, format: str | None = None):
+    """Embeddings of one token's n-grams. It needs Dynamo."""
+    layer = NgramEmbedding(args, 0)
+    if format:
+        width = layer.table.weight.shape[1]
+        layer.table = PackedLinear(layer.table, format, FORMATS[format].default_group(width))
+    move_to_fake_gpu(layer)
+    layer.allocate(1, 4096, fake_empty(1))
+
+    def step(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        layer.keep(tokens, positions)
+        return layer(x, Context(x, positions=positions))
+
+    tokens, positions = (fake_empty(1, 1, dtype=torch.int64) for _ in range(2))
+    return step, (fake_empty(1, 1, args.streams, args.dim), tokens, positions)
+
+
 # All cases ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +353,12 @@ def slow_cases() -> Iterator[Case]:
     """Yield the other cases."""
     args = first_layers(ARCHITECTURES["DeepSeek-V2-Lite"], 2)
     yield "DeepSeek-V2-Lite block KVCache", block, (args, 1024, KVCache)
+    qwen4 = ARCHITECTURES["Qwen3.8-Flash-Next"]
+    for cache_class in (KVCache, Int8KVCache):
+        name = f"indexed_attention {cache_class.__name__}"
+        yield name, indexed_attention, (qwen4, cache_class)
+    for format in (None, "fp8"):
+        yield f"ngrams {format}", ngrams, (qwen4, format)
     yield from latent_cases("DeepSeek-V3", 4, KVCache, Int8KVCache)
     args = first_layers(ARCHITECTURES["OLMoE-1B-7B"], 1)  # it all-reduces in its attention, too
     yield "OLMoE-1B-7B block of 2", block, (args, 256, KVCache, 2)
@@ -340,7 +379,8 @@ def main() -> int:
     torch.set_default_dtype(torch.bfloat16)
     results = {}
     for name, case, arguments in cases():
-        generate = compiled_code if case is long_attention else cuda_code
+        with_dynamo = case in (long_attention, indexed_attention, ngrams)
+        generate = compiled_code if with_dynamo else cuda_code
         with inductor_config.patch(BEGIN_OPTIONS if case is begin else {}):
             code = generate(lambda case=case, arguments=arguments: case(*arguments))
         results[name] = summary(code)

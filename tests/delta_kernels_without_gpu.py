@@ -131,6 +131,7 @@ def random_few(
     accepted,
     dtype=torch.float32,
     channel_decay: bool = False,
+    delta_gate: str = "silu",
 ) -> tuple[DeltaNet | KimiDelta, Tensor, Context]:
     """Return a layer with a random state for B sequences and one more, projected tokens, context.
 
@@ -138,6 +139,7 @@ def random_few(
     """
     sizes = (KimiDeltaSizes if channel_decay else DeltaSizes)(K, H, Ck, Cv, W)
     args = SimpleNamespace(dim=16, delta_sizes=sizes, norm_eps=1e-6, values_by_place=False)
+    args.delta_gate = delta_gate
     generator = torch.Generator().manual_seed(N_SEED)
     layer = KimiDelta(args) if channel_decay else DeltaNet(args)
     if channel_decay:  # products of x
@@ -153,9 +155,9 @@ def random_few(
     return layer.requires_grad_(False), projected.to(dtype), context
 
 
-def few_errors(case: tuple, channel_decay: bool = False) -> list[float]:
-    """Return the errors of y, and of all that the state keeps."""
-    layer, *call = random_few(*case, channel_decay=channel_decay)
+def few_errors(case: tuple, **options) -> list[float]:
+    """Return the errors of y, and of all that the state keeps. options: of `random_few`."""
+    layer, *call = random_few(*case, **options)
     supports = mock.patch.object(module_of(layer), "delta_tokens_supports", lambda state: True)
 
     def run(layer: DeltaNet | KimiDelta, *call) -> Tensor:
@@ -273,6 +275,8 @@ def errors() -> dict[str, list[float]]:
     for name, (B, T, H, C, *rest) in KIMI.items():
         cases[name] = partial(few_errors, (B, T, H, H, C, C, *rest), channel_decay=True)
     cases |= {name: partial(few_errors, case) for name, case in FEW.items()}
+    for name in ("drafts", "one token after drafts"):
+        cases[f"{name}, sigmoid"] = partial(few_errors, FEW[name], delta_gate="sigmoid")
     names = os.environ.get("CASES", ";".join(cases)).split(";")
     return {name: cases[name]() for name in names}
 

@@ -26,7 +26,7 @@ HELDOUT = (HYBRID_CHECKPOINT / "heldout.txt").read_text()[:40_000]
 # Text that the greedy continuations repeat, so that long matches are found and refused.
 REPEATED = PROMPT * 3
 # The layers of these families remember tokens in a recurrent state, which cannot be cut.
-RECURRENT = "qwen3_next", "qwen3_5_moe"
+RECURRENT = "qwen3_next", "qwen3_5_moe", "qwen4_exp"
 
 
 class AnyNumber(DraftControl):

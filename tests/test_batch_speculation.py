@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("few_threads")
 LIMIT = 4
 # Accepted drafts of passes; passes with some after which the next step was one of a batch.
 OUTCOMES = "none", "some", "all", "left"
-RECURRENT = "qwen3_next", "qwen3_5_moe"
+RECURRENT = "qwen3_next", "qwen3_5_moe", "qwen4_exp"
 
 
 class Oracle:

@@ -138,6 +138,9 @@ CHATS = {
     ),
     "laguna, S": Chat("<{}>\n", "</assistant>", THINK, GLM_LINE, GLM_LINE_CALL, "<think>"),
     "mixtral": Chat("[{}]", "</s>", ("[TOOL_CALLS]",), MIXTRAL, MIXTRAL_CALL, reasons=False),
+    "qwen4_exp": Chat(
+        CHATML, IM[1], IM + THINK, CODER, CODER_CALL, "<think>\n", ("<|endoftext|>",)
+    ),
     "mellum": Chat(CHATML, IM[1], IM + THINK, HERMES, HERMES_CALL),
     "granitemoehybrid": Chat(
         "<|start_of_role|>{}<|end_of_role|>",

@@ -320,3 +320,20 @@ def test_reasoning_that_a_template_refuses_is_left_out(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"^chat template: no$"):
         chat_ids(load_tokenizer(tmp_path), [USER, both], {})
+
+
+@pytest.mark.parametrize(
+    ("known", "effort", "given"),
+    (
+        (("xhigh", "low"), "high", "xhigh"),  # as Qwen3.8's
+        (("xhigh", "low"), "low", "low"),
+        (("xhigh", "high"), "high", "high"),
+        (("high", "low"), "high", "high"),
+        ((), "high", "high"),
+    ),
+)
+def test_the_highest_effort_is_what_the_template_calls_it(known, effort, given):
+    checks = "".join(f"{{% if reasoning_effort == '{name}' %}}is {{% endif %}}" for name in known)
+    source = checks + "{{ reasoning_effort }}"
+    want = f"is {given}" if given in known else given
+    assert render(source, USER, reasoning_effort=effort) == want

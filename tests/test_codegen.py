@@ -157,6 +157,27 @@ def test_norms_over_all_heads_communicate_twice_more():
     assert found["triton"] == 14 and not found["extern"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_class", ("KVCache", "Int8KVCache"))
+def test_a_step_reads_what_an_index_chooses(cache_class):
+    """It copies no state, reads none before it is written, and has no library calls."""
+    args, found = ARCHITECTURES["Qwen3.8-Flash-Next"], generated(f"indexed_attention {cache_class}")
+    assert found["extern"] == found["early"] == []
+    # The largest are the scores of all heads. A cache of 32,768 positions would be much larger.
+    assert found["largest_buffer"] == args.n_head * args.index_sizes.reach
+    assert found["triton"] <= 23
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", (None, "fp8"))
+def test_a_step_looks_n_grams_up_without_a_copy(format):
+    args, found = ARCHITECTURES["Qwen3.8-Flash-Next"], generated(f"ngrams {format}")
+    assert found["extern"] == found["early"] == []
+    # The convolution's inputs, of which the ring has 128
+    assert found["largest_buffer"] == args.ngram_sizes.reach * args.streams * args.dim
+    assert found["triton"] <= 10
+
+
 @pytest.mark.parametrize(
     ("kind", "arch"),
     [("quick", ARCHES[0]), pytest.param("slow", ARCHES[1], marks=pytest.mark.slow)],

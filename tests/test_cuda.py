@@ -14,6 +14,7 @@ import triton
 from chunks import prompt
 from conftest import FAMILIES, HYBRID_CHECKPOINT
 from test_batch import Alternating, random_requests, run
+from test_indexed_attention import INDEXES, Peers, inputs
 from test_token_draw import SETTINGS
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -56,6 +57,7 @@ from ops.step.token_draw import GROUPS
 from runtime.batch import Batch
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import FusedRunner
+from runtime.host_memory import in_host_memory
 from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.loading import load_head
 from runtime.runner import CompiledRunner
@@ -133,7 +135,7 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
         assert ours.median().item() < most, dtype
 
 
-NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gemma4")
+NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "gemma4")
 NEW_FAMILIES += ("laguna", "flint", "mellum", "kolibri1")
 
 
@@ -441,7 +443,13 @@ SHARED = (
     "qwen3_5_moe",
     "laguna",
 )  # the shared expert has to be as wide as whole ones
-NOT_FUSED = "phimoe", "gemma4", "kolibri1", *("deepseek_v2", "deepseek_v3", "kimi_linear")  # groups
+NOT_FUSED = (
+    "phimoe",
+    "qwen4_exp",
+    "gemma4",
+    "kolibri1",
+    *("deepseek_v2", "deepseek_v3", "kimi_linear"),
+)  # groups
 
 
 def check_several_tokens(
@@ -1300,3 +1308,38 @@ def test_a_timed_function_runs_after_what_computes_its_arguments():
     x.fill_(1)
     graph_seconds(lambda _: seen.append(x.clone()), [None], repeats=1)
     assert seen[0].item() == 1
+
+
+@pytest.mark.parametrize("length", (320, 4096))
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("sizes", INDEXES)
+def test_an_index_chooses_what_transformers_chooses(sizes, compiled, length):
+    """A prompt in chunks, several tokens, then one by one."""
+    peers, x = Peers(sizes), inputs(300)
+    want = peers.expect(x)
+    configure_inductor()
+    peers.allocate(1, length, device="cuda")
+    x = x.cuda()
+    found = [peers.chunk(x[:, :150], 150), peers.chunk(x[:, 150:280], 280)]
+    step = torch.compile(peers.step, dynamic=False, fullgraph=True) if compiled else peers.step
+    for own in torch.arange(280, 300).split([4, 4, 4, *[1] * 8]):
+        found.append(step(x[:, own.cuda()], own.unsqueeze(0).cuda()))
+    torch.testing.assert_close(torch.cat(found, dim=1).cpu(), want, rtol=0, atol=1e-4)
+
+
+def test_a_graph_reads_a_table_in_host_memory():
+    weight, owner = torch.randn(1 << 20, 40), torch.nn.Module()
+    before = torch.cuda.memory_allocated()
+    table = in_host_memory(weight, owner, torch.device("cuda", torch.cuda.current_device()))
+    assert table.is_cuda and table.shape == weight.shape
+    assert torch.cuda.memory_allocated() == before
+    index = torch.randint(len(table), (16,), device="cuda")
+    look_up = torch.compile(lambda rows: table[rows] * 2)
+    look_up(index)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = look_up(index)
+    for _ in range(3):
+        index.random_(len(table))
+        graph.replay()
+        assert torch.equal(found.cpu(), weight[index.cpu()] * 2)

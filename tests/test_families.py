@@ -17,7 +17,13 @@ GEMMA4 = {
     **dict(enable_moe_block=True, attention_k_eq_v=True, hidden_size_per_layer_input=0),
     **dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704),
 }
+INDEXER = {
+    **dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256),
+    **dict(indexer_budget=2048, indexer_compress_ratio=4),
+}
 REQUIRED = {
+    "Qwen4ExpForCausalLM": INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": GEMMA4},
     "Glm4MoeForCausalLM": {"head_dim": 128},
@@ -175,6 +181,23 @@ REFUSED = {
         dict(decoder_sparse_step=2),
         dict(rope_parameters={"rope_type": "dynamic"}),
         dict(moe_intermediate_size=100),
+    ],
+    "Qwen4Exp": [
+        dict(hc_count=1),
+        dict(hc_count="4"),
+        dict(hc_lowrank=0),
+        dict(output_gate_type="gelu"),
+        dict(hidden_act="gelu"),
+        dict(norm_topk_prob=1),
+        dict(shared_expert_intermediate_size=0),
+        dict(layer_types=["sliding_attention"] * 40),
+        dict(indexer_n_heads=0),
+        dict(indexer_kv_heads=2),
+        dict(indexer_head_dim=62),
+        dict(indexer_budget=2047),
+        dict(indexer_compress_ratio=None),
+        dict(mlp_only_layers=[1]),
+        dict(rope_parameters={"rope_type": "dynamic"}),
     ],
     "Olmoe": [
         dict(clip_qkv=0),
@@ -422,16 +445,6 @@ def compressed_weights(**given) -> dict:
     """Return compressed-tensors' config_groups with these values."""
     weights = {"num_bits": 4, "strategy": "group", "symmetric": True} | given
     return {"config_groups": {"group_0": {"weights": weights}}}
-
-
-@pytest.mark.parametrize("model_type", ("qwen4_exp", "qwen4_exp_text"))
-def test_a_family_that_is_missing_is_refused_with_what_it_needs(model_type):
-    config = {"architectures": ["Qwen4ExpForCausalLM"], "model_type": model_type}
-    with pytest.raises(ValueError) as error:
-        args_from_hf(config)
-    text = str(error.value)
-    assert f"model_type = '{model_type}' is not supported" in text and "\n" not in text
-    assert all(part in text for part in ("hyper-connections", "indexer", "n-grams"))
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,9 @@ SAME = [
     ("qwen3_next", {"shared_expert_intermediate_size": 0}),
     ("qwen3_5_moe", {f"{ROPE}.partial_rotary_factor": ABSENT, "partial_rotary_factor": None}),
     ("qwen3_5_moe", {"shared_expert_intermediate_size": 0}),
+    ("qwen4_exp", {"layer_types": None, "full_attention_interval": 3}),
+    ("qwen4_exp", {"output_gate_type": None, "hc_count": 5, "hc_lowrank": 3}),
+    ("qwen4_exp", {"indexer_budget": 21, "indexer_compress_ratio": 7, "num_experts": 11}),
     ("gemma4", {"per_layer_config": {}}),
     ("gemma4", {"per_layer_config": None}),
     ("olmoe", {"num_key_value_heads": None}),
@@ -209,6 +212,7 @@ SAME = [
 ]
 # Families with one mechanism of scaled RoPE, by what their rope parameters have besides.
 SCALED = ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "gpt_oss", "granitemoe")
+SCALED += ("qwen4_exp",)
 SCALED += ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "flint", "kolibri1")
 SCALED += ("lfm2_moe", "minimax_m2", "ernie4_5_moe", "afmoe")
 KINDS = {
@@ -240,6 +244,8 @@ REFUSED = [
     ("qwen3_moe", {ROPE: []}, "rope parameters []"),
     ("qwen3_next", {f"{ROPE}.partial_rotary_factor": None}, "partial_rotary_factor = None"),
     ("qwen3_next", {"full_attention_interval": None}, "full_attention_interval = None"),
+    ("qwen4_exp", {"indexer_budget": None}, "indexer_budget = None"),
+    ("qwen4_exp", {"hc_count": 1}, "hc_count = 1"),
     ("gemma4", {"rope_scaling": None}, "rope_scaling = None"),
     ("gemma4", {ROPE: {}}, f"{ROPE} = {{}}"),
     ("gemma4", {f"{ROPE}.full_attention.rope_type": ABSENT}, "full_attention.rope_type"),
@@ -360,6 +366,10 @@ UNREAD = {
 }
 
 
+# The key's default makes a table of 10 GB.
+LARGE = ("ngram_vocab_size_base",)
+
+
 def variants(name: str, config: dict) -> list[tuple[str, dict]]:
     """Return each key, with each value, of the file and of its rope parameters."""
     family = FAMILIES[config["architectures"][0]]
@@ -369,7 +379,8 @@ def variants(name: str, config: dict) -> list[tuple[str, dict]]:
     if name != "gemma4" and isinstance(config.get(rope), dict):
         inner = {*config[rope], "rope_theta", "rope_type", "type", "partial_rotary_factor"}
         paths += sorted(f"{rope}.{key}" for key in inner.union(*ROPE_KEYS.values()))
-    return [(path, {path: value}) for path in paths for value in VALUES]
+    values = {path: VALUES[path in LARGE :] for path in paths}  # the first is ABSENT
+    return [(path, {path: value}) for path in paths for value in values[path]]
 
 
 def is_fine(found: str, path: str, value) -> bool:
@@ -427,7 +438,7 @@ def draw_config(base: dict, name: str, seed: int) -> dict:
     single = {*ONLY, *family.only} - {*family.defaults, *family.renamed_keys}
     config = draw(base, rng, name in SCALED, kept=single)
     if rng.random() < 1 / 3:
-        keys = sorted(config.keys() - OTHERS - {*UNREAD.get(name, ())})
+        keys = sorted(config.keys() - {*OTHERS, *LARGE, *UNREAD.get(name, ())})
         config = changed(config, {rng.choice(keys): rng.choice(VALUES)})
     return config
 

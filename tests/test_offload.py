@@ -61,11 +61,12 @@ from offload.experts import (
     expert_counters,
     plan_blob,
 )
-from offload.plan import OffloadSettings, fill_blobs, register_host_memory
+from offload.plan import OffloadSettings, fill_blobs
 from offload.profile import FILE_NAME, Profile, read_profile
 from offload.runner import FusedOffloadRunner, OffloadRunner
 from ops.step.cpu_share import ANSWERED, ASKED, STOP, new_mailbox
 from ops.step.expert_paging import MAX_PAIRS, place
+from runtime.host_memory import register_host_memory
 from runtime.kernel_choice import choose_runner
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling

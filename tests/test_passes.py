@@ -32,7 +32,7 @@ from tests.passes_without_gpu import (
 )
 
 GREEDY = Sampling(temperature=0)
-RECURRENT = "qwen3_next", "qwen3_5_moe"
+RECURRENT = "qwen3_next", "qwen3_5_moe", "qwen4_exp"
 # Drafts are often accepted where few tokens can be drawn.
 SAMPLED = Sampling(temperature=0.5, top_k=3, seed=2)
 pytestmark = pytest.mark.usefixtures("few_threads")

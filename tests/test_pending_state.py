@@ -18,7 +18,7 @@ from runtime.speculation import Speculation
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(params=("qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear"))
+@pytest.fixture(params=("qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear", "qwen4_exp"))
 def made(request, make_family):
     return make_family(request.param)
 
@@ -28,8 +28,10 @@ def model(made) -> Transformer:
     return load_model(made.directory, "cpu")
 
 
-def recurrent_states(model: Transformer) -> list[PendingState]:
-    return [state for state in model.states if isinstance(state, PendingState)]
+def recurrent_states(model: Transformer, states: list | None = None) -> list[PendingState]:
+    """Return those of the model's states, or of others, beside which a layer may have more."""
+    found = (part for state in states or model.states for part in state.modules())
+    return [part for part in found if isinstance(part, PendingState)]
 
 
 def assert_same_state(model: Transformer, other: Transformer) -> None:
@@ -77,7 +79,7 @@ def test_padding_and_idle_rows_leave_the_state(model):
     for start in range(5):  # one by one
         run(model, tokens[:1, start : start + 1], start)
     alone = recurrent_states(model)
-    for ours, theirs in zip((s for s in kept if isinstance(s, PendingState)), alone, strict=True):
+    for ours, theirs in zip(recurrent_states(model, kept), alone, strict=True):
         largest = theirs.state.abs().max().item()  # 3 to 100
         torch.testing.assert_close(ours.state[1:2], theirs.state, rtol=1e-4, atol=1e-6 * largest)
         torch.testing.assert_close(ours.window[1:2], theirs.window)
@@ -191,7 +193,8 @@ def test_speculation_gives_the_same_tokens(made):
 
 def test_snapshots_are_limited(model):
     """The first and the latest are kept, of all layers; their bytes are counted."""
-    states = [s for s in model.setup_cache(2, 64) if isinstance(s, PendingState)]
+    every = model.setup_cache(2, 64)
+    states = recurrent_states(model)
     found, most = Snapshots(model.states, 2), MAX_SNAPSHOTS
     for length in range(1, most + 5):
         for n, state in enumerate(states):
@@ -199,7 +202,7 @@ def test_snapshots_are_limited(model):
         found.take(1, length)
     kept = [1, *range(6, most + 5)]
     assert sorted(found.taken[1]) == kept and not found.taken[0]
-    assert found.nbytes == most * sum(t.nbytes for s in states for t in s.recurrent(0))
+    assert found.nbytes == most * sum(t.nbytes for s in every for t in s.recurrent(0))
     found.assign({0: 1})
     for length, back in ((7, 7), (5, 1), (0, 0)):
         assert found.go_back(1, length) == back

@@ -778,7 +778,7 @@ def test_what_a_quantized_checkpoint_holds(family, name, make_family, make_quant
         "layers.2.ffn.router.weight",
         "layers.2.attention_norm.weight",
     } <= kept
-    hybrid = family in ("qwen3_next", "qwen3_5_moe")
+    hybrid = family in ("qwen3_next", "qwen3_5_moe", "qwen4_exp")
     gated = hybrid or family == "qwen2_moe"
     assert gated == ("layers.2.ffn.shared_gate.weight" in kept)
     recurrent = hybrid or family in ("nemotron_h", "granitemoehybrid", "kimi_linear")

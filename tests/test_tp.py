@@ -56,6 +56,7 @@ from models.minimax_m2 import MiniMaxM2Args
 from models.nemotron_h import NemotronHArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
+from models.qwen4_exp import Qwen4ExpArgs
 from models.random_weights import RandomWeights, number_format
 from tokenizer import load_tokenizer
 
@@ -115,6 +116,22 @@ FAMILIES = {
         "qwen3_next", **HYBRID, n_kv_head=2, dense_layers=(0,), dense_intermediate=512
     ),
     "qwen3_5_moe": HybridArgs("qwen3_5_moe_text", **HYBRID, n_kv_head=4),
+    # An index that chooses two blocks of a prompt.
+    "qwen4_exp": Qwen4ExpArgs(
+        "qwen4_exp_text",
+        **HYBRID,
+        n_kv_head=2,
+        delta_gate="sigmoid",
+        streams=2,
+        stream_rank=64,
+        index_heads=8,
+        index_dim=32,
+        index_budget=8,
+        ngram_layers=(0,),
+        ngram_heads=2,
+        ngram_dim=256,
+        ngram_base=97,
+    ),
     "gemma4": Gemma4Args(
         "gemma4",
         **SIZES,

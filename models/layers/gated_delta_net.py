@@ -122,7 +122,7 @@ class DeltaNet(RecurrentLayer):
     def __init__(self, args):
         super().__init__()
         sizes = self.sizes = args.delta_sizes
-        self.by_place = args.values_by_place
+        self.by_place, self.gate = args.values_by_place, args.delta_gate
         H, values = sizes.value_heads, sizes.value_heads * sizes.value_dim
         self.narrow = 2 * H
         self.wqkvz = Linear(args.dim, sizes.channels + values)
@@ -144,7 +144,8 @@ class DeltaNet(RecurrentLayer):
         memory, weights = self.state, [*self.weights()]
         place = context.positions, context.last, memory.arrivals
         tokens = qkvz, [ba], memory.state, memory.pending(), weights
-        return self.in_order(delta_tokens(*tokens, *place, self.norm.eps))
+        y = delta_tokens(*tokens, *place, self.norm.eps, self.gate == "sigmoid")
+        return self.in_order(y)
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
@@ -154,8 +155,8 @@ class DeltaNet(RecurrentLayer):
         x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
         y = memory.append(DeltaInputs(x, ba, self.weights()), context)
         gate = gate.unflatten(-1, (H, Cv))
-        y = gated_rms_norm(y, gate, self.norm.weight, self.norm.eps).to(qkvz.dtype)
-        return self.in_order(y.flatten(2))
+        y = gated_rms_norm(y, gate, self.norm.weight, self.norm.eps, self.gate)
+        return self.in_order(y.to(qkvz.dtype).flatten(2))
 
     def in_order(self, y: Tensor) -> Tensor:
         """y [B, Q, H Cv], by key head -> in the order in which wout takes the value heads."""

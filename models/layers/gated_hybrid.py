@@ -32,7 +32,7 @@ from models.layers.scaled_rope import (
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipes, copy_of, with_mixer
+from models.tensors import Recipe, Recipes, copy_of, with_mixer
 
 KINDS = "linear_attention", "full_attention"
 
@@ -47,6 +47,7 @@ class HybridArgs(ScaledRopeArgs):
     delta_key_dim: int = 128
     delta_value_dim: int = 128
     conv_width: int = 4
+    delta_gate: str = "silu"  # activation of Gated DeltaNet's output gate, or "sigmoid"
     # Whether wout takes the first value head of each key head, then the second of each: a GGUF
     # file has that order, and its blocks of wout's columns may be of two heads.
     values_by_place: bool = False
@@ -57,6 +58,7 @@ class HybridArgs(ScaledRopeArgs):
             "rotary_dim": self.rotary_dim % 2 == 0 and self.head_dim % self.rotary_dim == 0,
             "delta_key_heads": self.delta_value_heads % self.delta_key_heads == 0,
             "conv_width": self.conv_width > 1,
+            "delta_gate": self.delta_gate in ("silu", "sigmoid"),
             "sliding_window": self.sliding_window is None,
         }
 
@@ -208,8 +210,18 @@ class HybridFamily(ScaledRopeFamily):
         return with_mixer(table, layer, delta)
 
     def projection_recipes(self, args: HybridArgs) -> Recipes:
-        """Return the recipes of a Gated DeltaNet layer's wqkvz and wba."""
-        raise NotImplementedError
+        """Return the recipes of a Gated DeltaNet layer's wqkvz and wba: of four projections."""
+        _, H, _, Cv, _ = sizes = args.delta_sizes
+        N = sizes.channels
+        qkvz = {"qkv": slice(0, N), "z": slice(N, N + H * Cv)}
+        ba = {"b": slice(0, H), "a": slice(H, 2 * H)}
+        return {
+            f"attention.{ours}.weight": Recipe(
+                (max(place.stop for place in places.values()), args.dim),
+                {f"linear_attn.in_proj_{name}.weight": (place,) for name, place in places.items()},
+            )
+            for ours, places in (("wqkvz", qkvz), ("wba", ba))
+        }
 
     def norm_recipes(self, args: HybridArgs) -> Recipes:
         return {

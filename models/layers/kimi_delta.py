@@ -79,7 +79,7 @@ class KimiDelta(RecurrentLayer):
         memory, weights = self.state, [*self.weights()]
         place = context.positions, context.last, memory.arrivals
         tokens = qkv, gates, memory.state, memory.pending(), weights
-        return delta_tokens(*tokens, *place, self.norm.eps)
+        return delta_tokens(*tokens, *place, self.norm.eps, True)
 
     def weights(self) -> DeltaWeights:
         """Return the weights that the kernels take."""

@@ -53,6 +53,14 @@ def scaled_rope_table(
     args: ModelArgs, rotary_dim: int, length: int, device: torch.device, unrotated: int = 0
 ) -> Tensor:
     """Return `rope_table` with the scaling of args; of ModelArgs themselves, without any."""
+    frequencies, scale = scaled_frequencies(args, rotary_dim, device)
+    return rope_table(frequencies, length, scale, unrotated)
+
+
+def scaled_frequencies(
+    args: ModelArgs, rotary_dim: int, device: torch.device
+) -> tuple[Tensor, float]:
+    """Return the scaled `rope_frequencies` of args, and the factor of cosines and sines."""
     frequencies, scale = rope_frequencies(rotary_dim, args.rope_theta, device), 1.0
     if isinstance(args, ScaledRopeArgs):
         frequencies = frequencies / args.rope_factor
@@ -61,7 +69,7 @@ def scaled_rope_table(
         if args.yarn:
             frequencies = yarn_frequencies(args.yarn, rotary_dim, args.rope_theta, device)
             scale = args.yarn.attention
-    return rope_table(frequencies, length, scale, unrotated)
+    return frequencies, scale
 
 
 def llama3_frequencies(llama3: Llama3, frequencies: Tensor) -> Tensor:

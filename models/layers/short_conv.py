@@ -26,9 +26,11 @@ class ConvCache(KVCache):
     undoing: the next call overwrites them.
     """
 
-    def append(self, x: Tensor, context: Context, width: int) -> Tensor:
+    width: int  # W
+
+    def append(self, x: Tensor, context: Context) -> Tensor:
         """Store the real tokens of x [B, Q, N]; return W - 1 inputs before them, then x."""
-        (B, Q, _), ring = x.shape, self.kv[0, :, 0]
+        (B, Q, _), ring, width = x.shape, self.kv[0, :, 0], self.width
         R, device = ring.shape[1], x.device
         if context.chunk is None:
             rows, first = torch.arange(B, device=device).unsqueeze(1), context.positions[:, :1]
@@ -43,9 +45,34 @@ class ConvCache(KVCache):
         # The last R real tokens: earlier ones would share slots with them.
         index = torch.arange(min(Q, R), device=device) + (count - R).clamp(min=0)
         slots = (first + index) % R
-        newest = x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        ring[rows, slots] = torch.where((index < count).unsqueeze(-1), newest, ring[rows, slots])
+        # From `inputs`: Inductor may move reads of the ring that the write does not need to after
+        # it, and would then copy the ring.
+        newest = inputs.gather(1, (index + width - 1).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        write_rows(self, newest, rows, slots, index < count)
         return inputs
+
+
+def write_rows(cache: KVCache, new: Tensor, rows: Tensor, slots: Tensor, exists: Tensor) -> None:
+    """Write new [B, n, N] where it exists, bool [B, n], to slots [B, n] of rows [B, 1].
+
+    The slots of a row differ. cache: [1, rows, 1, S, N]. It is indexed as a whole: Inductor copies
+    all of a buffer of which a view is written.
+    """
+    place = slice(None), rows, slice(None), slots
+    new, exists = new[:, :, None, None], exists[:, :, None, None, None]
+    cache.kv[place] = torch.where(exists, new, cache.kv[place])
+
+
+def allocate_inputs(batch: int, length: int, width: int, channels: int, like: Tensor) -> ConvCache:
+    """Make a cache of the last W inputs [N] of `batch` sequences, as dtype and device of `like`.
+
+    length: positions of a sequence. The cache is a ring if W is shorter.
+    """
+    slots = cache_slots(length, width)
+    kind = ring_of(ConvCache) if slots < length else ConvCache
+    cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+    cache.width = width
+    return cache
 
 
 class ConvTaps(nn.Module):
@@ -78,9 +105,7 @@ class ShortConv(nn.Module):
         self, batch: int, length: int, cache_class: type[KVCache], like: Tensor
     ) -> ConvCache:
         """Make this layer's state in the dtype and on the device of `like`, and return it."""
-        slots, channels = cache_slots(length, self.width), len(self.conv.weight)
-        kind = ring_of(ConvCache) if slots < length else ConvCache
-        self.cache = kind((batch, 1, slots, channels), like.dtype, like.device, parts=1)
+        self.cache = allocate_inputs(batch, length, self.width, len(self.conv.weight), like)
         return self.cache
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -89,7 +114,7 @@ class ShortConv(nn.Module):
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections."""
         b, c, x = projected.chunk(3, dim=-1)
-        inputs = self.cache.append(b * x, context, self.width)
+        inputs = self.cache.append(b * x, context)
         # Materialized, or Inductor recomputes it in every row of the product.
         return materialize(c * causal_conv(inputs, self.conv.weight, self.conv.bias))
 

@@ -291,13 +291,15 @@ def delta_tokens(
     last: Tensor | None,
     arrivals: Tensor,
     eps: float,
+    sigmoid_gate: bool = False,
 ) -> Tensor:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
 
     qkvz [B, T, N + H Cv]: q, k and v before the convolution, then the gate. gates: a `Gates`, of ba
     [B, T, 2 H] alone: beta before its sigmoid, then the decay's input. If it has all three tensors,
     there is a decay for each channel of a key, and qkvz [B, T, N] has no gate. weights: a
-    `DeltaWeights`. eps: of the gated norm. Return [B, T, H Cv].
+    `DeltaWeights`. eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H
+    Cv].
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
@@ -323,7 +325,7 @@ def delta_tokens(
     qkvz, positions = with_even_rows(qkvz), positions.contiguous()
     own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
     rows = qkvz.stride(1), own.ba.stride(1)
-    s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels)
+    s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels, sigmoid_gate)
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
     y = qkvz.new_empty(B, T, H * CV)
     tensors = qkvz, own, memory, arrivals, y

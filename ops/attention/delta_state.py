@@ -61,7 +61,8 @@ class DeltaSettings:
     most: int  # M
     row: int  # numbers from one token's qkvz to the next one's
     ba_row: int
-    channel_decay: bool = False  # a head has a decay for each channel, and a gate of its own
+    channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
+    sigmoid_gate: bool = False  # the output gate's activation; else SiLU
 
     # A token's numbers in `Pending.gates`.
     gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))

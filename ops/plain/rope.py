@@ -31,9 +31,11 @@ def rotate(x: Tensor, rope: Tensor, rotary_dim: int) -> Tensor:
     with 0: number n of their first half pairs with number n of the second. A roll swaps the halves,
     because Inductor fuses it; it would materialize a `cat`.
     """
-    if rotary_dim == 0:
-        return x.float()
-    cos, sin = rope.chunk(2, dim=-1)
+    return x.float() if rotary_dim == 0 else rotate_by(x, *rope.chunk(2, dim=-1), rotary_dim)
+
+
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    """`rotate` by cosines and signed sines, which broadcast."""
     x = x.float()
     swapped = x.unflatten(-1, (-1, rotary_dim)).roll(rotary_dim // 2, dims=-1).flatten(-2)
     return x * cos + swapped * sin

@@ -8,13 +8,14 @@ Letters: B sequences, Q tokens, N channels, W the convolution's width.
 from torch import Tensor
 
 
-def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve each channel with its last W inputs: inputs [B, W - 1 + Q, N] -> [B, Q, N].
+def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, dilation: int = 1) -> Tensor:
+    """Convolve each channel with W of its last inputs: inputs [B, R - 1 + Q, N] -> [B, Q, N].
 
-    The first W - 1 inputs are those before the call's tokens. weight [N, W], bias [N]. The sum is
-    fp32.
+    The inputs are `dilation` positions apart, of R = (W - 1) dilation + 1; the first R - 1 are
+    those before the call's tokens. weight [N, W], bias [N]. The sum is fp32.
     """
-    Q, W = inputs.shape[1] - weight.shape[1] + 1, weight.shape[1]
+    before = (weight.shape[1] - 1) * dilation
+    Q, W = inputs.shape[1] - before, weight.shape[1]
     wide, taps = inputs.float(), weight.float()
-    y = sum(wide[:, n : n + Q] * taps[:, n] for n in range(W))
+    y = sum(wide[:, n * dilation : n * dilation + Q] * taps[:, n] for n in range(W))
     return (y if bias is None else y + bias.float()).to(inputs.dtype)
