@@ -54,7 +54,7 @@ class Gates(NamedTuple):
 
     ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
     a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
-    output: Tensor | None = None  # [B, T, H Cv]: the output's, a sigmoid
+    output: Tensor | None = None  # [B, T, H Cv]: the output's
 
 
 @jit
@@ -153,7 +153,7 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
-        factor = tl.sigmoid(gate) if s.channel_decay else tl.sigmoid(gate) * gate  # or SiLU
+        factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
         out = _norm_head(out, factor * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
@@ -245,7 +245,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         decay, share = _load_gates(_own_gates_at(found, 0, s), rate, bias)
         qk = convolve(new_keys, key_past, key_taps, s)
         v = convolve(new_values, value_past, value_taps, s)
-        factor = tl.sigmoid(gate) * weight if s.channel_decay else tl.sigmoid(gate) * weight * gate
+        factor = tl.sigmoid(gate) * weight if s.sigmoid_gate else tl.sigmoid(gate) * weight * gate
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
