@@ -48,6 +48,7 @@ def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
     config = AutoConfig.for_model(**hf_config(args))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None  # no answer is short; n-grams' hashes need one
     with torch.device("meta"):
         models = build_model(args), model
     # Transformers has most score_biases and Gemma 4's scalar as buffers; Flint's router has none.

@@ -8,7 +8,7 @@ unpacked weights in fp64, and timed alone, over more copies of its weight than L
 product may want other tiles than among others, so the best of these are then timed with whole
 layers around them. --write puts those with which layers are faster than today by MIN_GAIN into
 ops/products/tilings.json, under this GPU's class. With --ranks products are timed alone only.
-After --seconds no further product is tried in layers; what was found is written.
+After --seconds no further product is tried in layers, and --write keeps those found so far.
 """
 
 import json

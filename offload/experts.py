@@ -114,8 +114,8 @@ class LayerStorage:
 class Wave(NamedTuple):
     """Experts of a prompt that are multiplied at once."""
 
-    slots: dict[int, int]  # of its experts
-    copied: dict[int, int]  # of those that have to be copied
+    slots: dict[int, int]  # each expert's
+    copied: dict[int, int]  # each expert's that has to be copied
     pairs: int  # how often tokens have chosen them
 
 

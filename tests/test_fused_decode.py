@@ -31,6 +31,7 @@ HOPPER = torch.device("cuda", 0)  # once `found` says so
 REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
     "DeepSeek-V3": "no kernels for SigmoidRoutedMoE",  # groups of experts
+    "Qwen3.8-Flash-Next": "no kernels for (Stream|Ngram)Block",
 }
 
 

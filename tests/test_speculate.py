@@ -68,7 +68,8 @@ def plain(make_family):
 
     def tokens(ids, count: int, sampling: Sampling = GREEDY, name: str = "mixtral") -> list[int]:
         if name not in sessions:
-            sessions[name] = Session(load_model(make_family(name).directory, "cpu"), 256)
+            model = load_model(make_family(name).directory, "cpu")
+            sessions[name] = Session(model, min(256, model.args.max_position))
         sessions[name].reset()
         return list(sessions[name].stream(ids, count, sampling))
 
