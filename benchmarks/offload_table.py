@@ -359,7 +359,7 @@ class Rows:
             self.prompt(model, case.prompt)
 
     def prompt(self, model: Transformer, tokens: int) -> None:
-        """Print a prompt's time, and that of all layers, computed from it and from half of the layers."""
+        """Print a prompt's time, and that of all layers, computed from two numbers of layers."""
         seconds, copied = prompt_speed(model, tokens)
         with half_of_layers(model):
             half, half_copied = prompt_speed(model, tokens)
