@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint import Checkpoint
+from models.converter import convert
+
 E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 E4M3, AWQ_COLUMNS = torch.float8_e4m3fn, (0, 2, 4, 6, 1, 3, 5, 7)
 Layout = tuple[dict[str, Tensor], Tensor]
@@ -303,3 +306,17 @@ def write(
             shutil.copy(path, directory)
     (directories[0] / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
     return directories
+
+
+def assert_text_is_the_same(with_vision, text, family: str, directory: Path) -> None:
+    """Convert transformers' model with vision, and its text model with the same weights."""
+    state = {n.replace(".language_model.", "."): t for n, t in with_vision.state_dict().items()}
+    text.load_state_dict({n: t for n, t in state.items() if ".visual." not in n})
+    ours = []
+    for name, peer in (("vision", with_vision), ("text", text)):
+        peer.save_pretrained(directory / name)
+        ours.append(Checkpoint(convert(directory / name, dtype="fp32", progress=False)))
+    assert [opened.args["family"] for opened in ours] == [family] * 2
+    assert ours[0].tensors == ours[1].tensors
+    for name in ours[0].tensors:
+        assert torch.equal(ours[0].read(name), ours[1].read(name)), name

@@ -7,6 +7,7 @@ import pytest
 import torch
 from chunks import all_logits, prompt
 from conftest import COMMON, HYBRID, in_blocks, randomize
+from published_files import assert_text_is_the_same
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -80,16 +81,7 @@ def test_the_text_model_alone_gives_the_same(with_vision, tmp_path):
     """A model with vision, and its text model saved as Qwen3_5MoeForCausalLM."""
     config = Qwen3_5MoeTextConfig(**TEXT)
     text = Qwen3_5MoeForCausalLM(config).eval()
-    state = {n.replace(".language_model.", "."): t for n, t in with_vision.state_dict().items()}
-    text.load_state_dict({n: t for n, t in state.items() if ".visual." not in n})
-    directories = [tmp_path / name for name in ("vision", "text")]
-    for peer, directory in zip((with_vision, text), directories, strict=True):
-        peer.save_pretrained(directory)
-    ours = [Checkpoint(convert(path, dtype="fp32", progress=False)) for path in directories]
-    assert [opened.args["family"] for opened in ours] == ["qwen3_5_moe_text"] * 2
-    assert ours[0].tensors == ours[1].tensors
-    for name in ours[0].tensors:
-        assert torch.equal(ours[0].read(name), ours[1].read(name)), name
+    assert_text_is_the_same(with_vision, text, "qwen3_5_moe_text", tmp_path)
 
 
 def test_the_four_projections_become_two(make_family):
