@@ -55,31 +55,13 @@ class SortSettings:
     T: int
     queries: int  # tokens of a sequence; T if `last` is absent
 
-    @property
-    def P(self) -> int:
-        return self.T * self.A
-
-    @property
-    def tile(self) -> int:
-        return choose_tile(self.E, self.P)
-
-    @property
-    def tiles(self) -> int:
-        """The most tiles that there may be."""
-        return min(self.P, self.E + self.P // self.tile)
-
-    @property
-    def block(self) -> int:
-        return triton.next_power_of_2(self.P)
-
-    @property
-    def bins(self) -> int:
-        """Bins of experts; the last ones have what is no pair."""
-        return triton.next_power_of_2(self.E + 1)
-
-    @property
-    def sorted(self) -> int:
-        return SORTED
+    P = property(lambda s: s.T * s.A)
+    tile = property(lambda s: choose_tile(s.E, s.P))
+    tiles = property(lambda s: min(s.P, s.E + s.P // s.tile))  # the most tiles that there may be
+    block = property(lambda s: triton.next_power_of_2(s.P))
+    # Bins of experts; the last ones have what is no pair.
+    bins = property(lambda s: triton.next_power_of_2(s.E + 1))
+    sorted = property(lambda s: SORTED)
 
 
 @dataclass(frozen=True)
@@ -91,14 +73,9 @@ class ExpertSettings(FewSettings):
     begin: int = 0  # the first expert of the weight, if it has not all
     end: int = 0  # one past the last; 0: it has all
 
-    @property
-    def down(self) -> bool:
-        return self.activation is None
-
-    @property
-    def gated(self) -> bool:
-        """Whether rows are those of gates, then as many others."""
-        return self.activation is not None and self.activation.gated
+    down = property(lambda s: s.activation is None)
+    # Whether rows are those of gates, then as many others.
+    gated = property(lambda s: s.activation is not None and s.activation.gated)
 
 
 @dataclass(frozen=True)

@@ -62,49 +62,21 @@ class FewSettings(Codes):
         """Words whose fields are neighbors in x; if words have scales, x is so ordered."""
         return 4 if self.word_scaled else super().run
 
-    @property
-    def unit_fields(self) -> int:
-        """Codes of a unit."""
-        return self.fields // 2
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row."""
-        return self.words * self.fields
-
-    @property
-    def steps(self) -> int:
-        return triton.cdiv(self.words, 4 * self.vec * self.warps)
-
-    @property
-    def turns(self) -> int:
-        """Turns of the loop over steps."""
-        return 1 if self.steps <= UNROLLED else self.steps // self.depth
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a program, a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.tokens, TILE))
-
-    @property
-    def step_scaled(self) -> bool:
-        """Whether a scale multiplies the sum of a step's products."""
-        return self.kind in ("int4", "hqq", "fp8b", *GGUF)
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether sums of x are multiplied by a number of a group, and subtracted."""
-        return self.kind in ("hqq", "q4_k", "q5_k")
-
-    @property
-    def halves(self) -> bool:
-        """Whether the fields K and K + 2 have a scale of their own, for K = 0 and K = 1."""
-        return self.kind == "q6_k"
-
-    @property
-    def sharing(self) -> int:
-        """Words that share a word of the bits above their codes; 0: there are none."""
-        return {"q5_k": 4, "q6_k": 2}.get(self.kind, 0)
+    unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
+    width = property(lambda s: s.words * s.fields)  # numbers of a row
+    steps = property(lambda s: triton.cdiv(s.words, 4 * s.vec * s.warps))
+    # Turns of the loop over steps.
+    turns = property(lambda s: 1 if s.steps <= UNROLLED else s.steps // s.depth)
+    # Tiles of a program, a power of two.
+    tiles = property(lambda s: triton.next_power_of_2(triton.cdiv(s.tokens, TILE)))
+    # Whether a scale multiplies the sum of a step's products.
+    step_scaled = property(lambda s: s.kind in ("int4", "hqq", "fp8b", *GGUF))
+    # Whether sums of x are multiplied by a number of a group, and subtracted.
+    has_zeros = property(lambda s: s.kind in ("hqq", "q4_k", "q5_k"))
+    # Whether the fields K and K + 2 have a scale of their own, for K = 0 and K = 1.
+    halves = property(lambda s: s.kind == "q6_k")
+    # Words that share a word of the bits above their codes; 0: there are none.
+    sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
     @property
     def scales(self) -> int:
@@ -117,10 +89,8 @@ class FewSettings(Codes):
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
         return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
 
-    @property
-    def steps_of_256(self) -> int:
-        """What an expert's weight has in `step`."""
-        return self.out * (self.width // 256)
+    # Numbers of an expert's weight in `step`.
+    steps_of_256 = property(lambda s: s.out * (s.width // 256))
 
     @property
     def units_above(self) -> int:

@@ -45,30 +45,13 @@ class ChoiceSettings:
     norm_topk: bool
     scale: float
 
-    @property
-    def rows(self) -> int:
-        """Rows of a token's scores, if the kernel gets no score_bias."""
-        return 1 + (self.sigmoid or self.biased or self.factored)
-
-    @property
-    def pairs(self) -> int:
-        """Experts of a token."""
-        return self.active + self.shared
-
-    @property
-    def N(self) -> int:
-        """Scores of a row."""
-        return self.E + self.gated
-
-    @property
-    def row(self) -> int:
-        """Scores from token to token, if the kernel gets no score_bias."""
-        return self.rows * self.N
-
-    @property
-    def block(self) -> int:
-        """Experts of a tile."""
-        return triton.next_power_of_2(self.E)
+    # Rows of a token's scores, if the kernel gets no score_bias.
+    rows = property(lambda s: 1 + (s.sigmoid or s.biased or s.factored))
+    pairs = property(lambda s: s.active + s.shared)  # experts of a token
+    N = property(lambda s: s.E + s.gated)  # scores of a row
+    # Scores from token to token, if the kernel gets no score_bias.
+    row = property(lambda s: s.rows * s.N)
+    block = property(lambda s: triton.next_power_of_2(s.E))  # experts of a tile
 
 
 def choice_of(E: int, routing: Routing) -> ChoiceSettings:
