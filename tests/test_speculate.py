@@ -404,7 +404,7 @@ def test_answers_have_the_models_distribution(source, right, monkeypatch):
     speculation = Speculation(Session(model, 32), 2, draft)
     if not right:
         always = lambda seeds, position, index, stream: torch.zeros(1, len(index))  # noqa: E731
-        monkeypatch.setattr("runtime.speculation.uniform", always)
+        monkeypatch.setattr(verification, "uniform", always)
     found, passes, accepted = Counter(), 0, 0
     for seed in range(total):
         found[tuple(speculation.stream(ids, 3, replace(sampling, seed=seed)))] += 1
