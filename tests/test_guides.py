@@ -70,7 +70,12 @@ def run(copy: Path, *arguments: str) -> str:
         cwd=copy,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(copy), "HOME": str(copy), "OMP_NUM_THREADS": "1"},
+        env={
+            "PATH": os.environ["PATH"],  # by which g++ finds its own programs
+            "PYTHONPATH": str(copy),
+            "HOME": str(copy),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
