@@ -230,10 +230,13 @@ def stays_in_host_memory(model: nn.Module, path: str) -> bool:
     return path.endswith(getattr(model, "host_modules", ()))
 
 
+def modules_in_host_memory(model: nn.Module) -> list[nn.Module]:
+    return [m for path, m in model.named_modules() if stays_in_host_memory(model, path)]
+
+
 def host_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of the weights that stay in host memory, as `weight_bytes` counts."""
-    modules = model.named_modules()
-    return sum(weight_bytes(m, dtype) for path, m in modules if stays_in_host_memory(model, path))
+    return sum(weight_bytes(m, dtype) for m in modules_in_host_memory(model))
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] = ()) -> int:
@@ -241,15 +244,9 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype, without: Collection[int] 
 
     without: the ids of parameters that do not count, beside those that stay in host memory.
     """
-    modules = dict(model.named_modules())
-    away = {
-        id(p)
-        for path, m in modules.items()
-        if stays_in_host_memory(model, path)
-        for p in m.parameters()
-    }
+    away = {id(p) for m in modules_in_host_memory(model) for p in m.parameters()}
     packed = {
-        id(part) for m in modules.values() if isinstance(m, Packed) for part in m.parts().values()
+        id(part) for m in model.modules() if isinstance(m, Packed) for part in m.parts().values()
     }
     return sum(
         p.nbytes if id(p) in packed else p.numel() * dtype.itemsize

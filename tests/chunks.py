@@ -7,6 +7,8 @@ from torch import Tensor
 
 from generate import load_model
 from model import Chunk, Transformer
+from runtime.sampling import Sampling
+from runtime.session import Session, SessionOptions
 
 
 def prompt(length: int = 40, seed: int = 1, batch: int = 1) -> Tensor:
@@ -36,3 +38,12 @@ def run_chunks(model: Transformer, tokens: Tensor, *sizes: int, length: int = 38
 def all_logits(directory: Path, tokens: Tensor, *sizes: int) -> Tensor:
     """Run a checkpoint's model in fp32, as `run_chunks` does."""
     return run_chunks(load_model(directory, "cpu"), tokens, *sizes)
+
+
+def assert_compiled_is_eager(directory: Path, ids: list[int]) -> None:
+    """Compare greedy tokens of a compiled session, whose prompt has padding, with eager ones."""
+    found, compiled = [], SessionOptions(compile=True, compile_prefill=True, prefill_chunk=64)
+    for options in (SessionOptions(), compiled):
+        session = Session(load_model(directory, "cpu"), 160, options)
+        found.append(list(session.stream(ids, 12, Sampling(temperature=0))))
+    assert found[0] == found[1]

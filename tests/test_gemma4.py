@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from chunks import all_logits, prompt
+from chunks import all_logits, assert_compiled_is_eager, prompt
 from conftest import FAMILIES, randomize
 from safetensors.torch import load_file
 from test_families import GEMMA4
@@ -25,10 +25,7 @@ from models.layers.geglu import geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
 from ops.products.fixed_join import NextNorm, fixed_join
 from ops.products.join import Added
-from runtime.sampling import Sampling
-from runtime.session import Session, SessionOptions
 
-GREEDY = Sampling(temperature=0)
 VISION = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -214,11 +211,7 @@ def test_the_fixed_kernel_computes_the_same_as_the_modules(branches, scaled):
 def test_compiled_tokens_are_the_same(make_family):
     """The decode step, and the prompt's pass with padding."""
     directory = make_family("gemma4").directory
-    ids = prompt(70)[0].tolist()
-    plain = list(Session(load_model(directory, "cpu"), 160).stream(ids, 12, GREEDY))
-    options = SessionOptions(compile=True, compile_prefill=True, prefill_chunk=64)
-    session = Session(load_model(directory, "cpu"), 160, options)
-    assert list(session.stream(ids, 12, GREEDY)) == plain
+    assert_compiled_is_eager(directory, prompt(70)[0].tolist())
 
 
 def test_transformers_makes_the_same_model_from_our_config(make_family):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunks import all_logits, prompt
+from chunks import all_logits, assert_compiled_is_eager, prompt
 from conftest import COMMON, HYBRID, in_blocks, randomize
 from published_files import assert_text_is_the_same
 from safetensors.torch import load_file, save_file
@@ -18,13 +18,9 @@ from transformers import (
 )
 
 from checkpoint import Checkpoint
-from generate import load_model
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.converter import convert
-from runtime.sampling import Sampling
-from runtime.session import Session, SessionOptions
 
-GREEDY = Sampling(temperature=0)
 VISION = dict(
     depth=1,
     hidden_size=32,
@@ -132,11 +128,7 @@ def test_published_sizes():
 def test_compiled_tokens_are_the_same(make_family):
     """The decode step, and the prompt's pass with padding."""
     directory = make_family("qwen3_5_moe").directory
-    ids = prompt(70)[0].tolist()
-    plain = list(Session(load_model(directory, "cpu"), 160).stream(ids, 12, GREEDY))
-    options = SessionOptions(compile=True, compile_prefill=True, prefill_chunk=64)
-    session = Session(load_model(directory, "cpu"), 160, options)
-    assert list(session.stream(ids, 12, GREEDY)) == plain
+    assert_compiled_is_eager(directory, prompt(70)[0].tolist())
 
 
 def test_published_fp8_gives_the_logits_of_its_weights(tmp_path):

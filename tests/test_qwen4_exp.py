@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunks import all_logits, run_chunks
+from chunks import all_logits, assert_compiled_is_eager, run_chunks
 from conftest import COMMON, FAMILIES, HYBRID, in_blocks, randomize
 from published_files import assert_text_is_the_same
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ from offload.plan import OffloadSettings
 from runtime.kernel_choice import why_not_computed
 from runtime.memory import Shortage
 from runtime.sampling import Sampling
-from runtime.session import Session, SessionOptions
+from runtime.session import Session
 from runtime.speculation import Speculation
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -328,11 +328,7 @@ def test_drafts_change_no_token(make_family, model, count):
 @pytest.mark.slow
 def test_compiled_tokens_are_the_same(make_family):
     directory = make_family("qwen4_exp").directory
-    ids = prompt(70)[0].tolist()
-    plain = list(Session(load_model(directory, "cpu"), 160).stream(ids, 12, GREEDY))
-    options = SessionOptions(compile=True, compile_prefill=True, prefill_chunk=64)
-    session = Session(load_model(directory, "cpu"), 160, options)
-    assert list(session.stream(ids, 12, GREEDY)) == plain
+    assert_compiled_is_eager(directory, prompt(70)[0].tolist())
 
 
 def test_one_line_says_why_there_are_no_fused_kernels(model):

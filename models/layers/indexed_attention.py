@@ -184,7 +184,7 @@ class IndexedAttention(GatedAttention):
     def attend_gathered(self, q: Tensor, chosen: Tensor, positions: Tensor) -> Tensor:
         """`attend` that reads the chosen positions alone, those of each query."""
         (B, Q, H, C), R, (codes, scale) = q.shape, self.sizes.ratio, self.cache.stored()
-        complete = (positions.unsqueeze(-1) + 1) // R  # blocks
+        complete = complete_blocks(positions, R)
         offsets = torch.arange(R, device=q.device)
         inside = (chosen.unsqueeze(-1) * R + offsets).flatten(2)
         tail = complete * R + offsets[:-1]
@@ -215,6 +215,11 @@ def index_scores(queries: Tensor, keys: Tensor) -> Tensor:
     return sum((head.unsqueeze(2) * keys).sum(-1).relu() for head in queries.unbind(2))
 
 
+def complete_blocks(positions: Tensor, ratio: int) -> Tensor:
+    """Return how many blocks are complete at positions [B, Q]: [B, Q, 1]."""
+    return (positions.unsqueeze(-1) + 1) // ratio
+
+
 def with_new_blocks(scores: Tensor, own: Tensor, new: NewBlocks) -> Tensor:
     """Return scores [B, Q, M] with those of new blocks, `own` [B, Q, n].
 
@@ -235,7 +240,7 @@ def best_blocks(scores: Tensor, positions: Tensor, ratio: int, count: int) -> Te
     scores may be zero, and chunks and steps have to agree.
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
-    complete = (positions.unsqueeze(-1) + 1) // ratio
+    complete = complete_blocks(positions, ratio)
     scores = torch.where(index < complete, scores, -1.0).flatten(0, 1)
     if scores.is_cuda and torch.compiler.is_compiling():  # eager, it takes M * M numbers
         chosen = largest_by_rank(scores, count)[1]
@@ -261,7 +266,7 @@ def is_chosen(chosen: Tensor, positions: Tensor, ratio: int, length: int) -> Ten
     chosen int64 [B, Q, k]: blocks, of which the complete ones count. positions [B, Q]: of the
     queries, below `length`.
     """
-    complete, blocks = (positions.unsqueeze(-1) + 1) // ratio, -(-length // ratio)
+    complete, blocks = complete_blocks(positions, ratio), -(-length // ratio)
     index = torch.arange(blocks, device=chosen.device)
     # Blocks that are not complete are put past the end.
     found = torch.zeros(*positions.shape, blocks + 1, dtype=torch.bool, device=chosen.device)
