@@ -136,7 +136,8 @@ def test_logits_are_those_of_transformers(name, limit, make_family, monkeypatch)
 
 
 NEW_FAMILIES = ("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "gemma4")
-NEW_FAMILIES += ("laguna", "flint", "mellum", "kolibri1")
+NEW_FAMILIES += ("laguna", "flint", "mellum", "kolibri1", "nemotron_h", "lfm2_moe", "kimi_linear")
+NEW_FAMILIES += ("granitemoehybrid", "minimax_m2", "ernie4_5_moe", "afmoe")
 
 
 def family_sessions(directory, dtype: torch.dtype = torch.float32, **options) -> list[Session]:
