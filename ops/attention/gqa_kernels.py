@@ -285,7 +285,6 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
 @jit
 def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
     a: tl.constexpr = s.layer
-    C: tl.constexpr = a.head_dim
     Q: tl.constexpr = s.queries
     head, token = tl.program_id(0), tl.program_id(2)
     sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
@@ -310,12 +309,12 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     at = (program * s.parts + part) * s.stored_rows + query * s.each + in_group % s.each
     maxima = tl.load(results.sums + at * 2, is_part, float("-inf"))
     totals = tl.load(results.sums + at * 2 + 1, is_part, 0.0)
-    numbers = results.partial + at[:, None] * C + c[None, :]
+    numbers = results.partial + at[:, None] * a.head_dim + c[None, :]
     numbers = tl.load(numbers, is_part[:, None], 0.0)
     largest = tl.max(maxima, 0)
     share = tl.exp(maxima - largest)
     total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
     zero = tl.zeros([1, 1], tl.float32)
     softmax = zero + largest, zero + total, acc[None, :]
-    heads = (token * a.heads + head) * C + c[None, :]
+    heads = (token * a.heads + head) * a.head_dim + c[None, :]
     _store_heads(results.y, softmax, sink, gate, heads, None, a)

@@ -72,7 +72,6 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 @jit
 def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
     M: tl.constexpr = s.queries
-    N: tl.constexpr = s.positions
     first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
     query, c = first + tl.arange(0, M), tl.arange(0, s.head_dim)
     row = S - Q + query
@@ -87,11 +86,11 @@ def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
     state = (tl.zeros([M, s.head_dim], tl.float32), largest, total)
     before, end = S - Q + first, tl.minimum(S, S - Q + first + M)
     if s.window is None:
-        diagonal = before // N * N  # all queries see the keys before
+        diagonal = before // s.positions * s.positions  # all queries see the keys before
         state = _attend_keys(state, own, kv, row, 0, diagonal, False, s)
         state = _attend_keys(state, own, kv, row, diagonal, end, True, s)
     else:
-        begin = tl.maximum(before - s.window + 1, 0) // N * N
+        begin = tl.maximum(before - s.window + 1, 0) // s.positions * s.positions
         state = _attend_keys(state, own, kv, row, begin, end, True, s)
     sums, largest, total = state
     result = sums / total[:, None]

@@ -76,24 +76,23 @@ def prepare_heads(qkv, rope, weights, q, places, begin, s: tl.constexpr):
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     H: tl.constexpr = a.heads
-    K: tl.constexpr = a.kv_heads
     token, m = tl.program_id(0), tl.arange(0, s.rows)[:, None]
     c = tl.arange(0, C)[None, :]
     x = qkv + token.to(tl.int64) * a.projected
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
     q_rms, k_rms = 1.0, 1.0
     if a.full_norm:
-        q_rms, k_rms = inverse_rms(x, x + H * C, H * C, K * C, a.eps)
+        q_rms, k_rms = inverse_rms(x, x + H * C, H * C, a.kv_heads * C, a.eps)
     own = q + token.to(tl.int64) * (H * C)
     for first in range(0, H, s.rows):
         head = first + m
         value = _prepare(x, weights.q_norm, q_rms, rotation, head, H, s) * s.query_scale
         tl.store(own + head * C + c, value.to(own.dtype.element_ty), mask=head < H)
-    for first in range(0, K, s.rows):
+    for first in range(0, a.kv_heads, s.rows):
         head = first + m
-        key = _prepare(x + H * C, weights.k_norm, k_rms, rotation, head, K, s)
+        key = _prepare(x + H * C, weights.k_norm, k_rms, rotation, head, a.kv_heads, s)
         _store(key, head, c, 0, token, begin, places, s)
-        value = load_value(x + a.first_value * C + tl.minimum(head, K - 1) * C, c, a)
+        value = load_value(x + a.first_value * C + tl.minimum(head, a.kv_heads - 1) * C, c, a)
         _store(value, head, c, 1, token, begin, places, s)
 
 

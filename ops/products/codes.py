@@ -62,7 +62,6 @@ def load_scales(weights, expert, rows, quad, s):
     (int8, fp8, nvfp4) is loaded here only if lanes have different experts. Otherwise it multiplies
     the sum: `row_scale`.
     """
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
     if s.kind == "int4" or s.e2m1 or s.half_quadratic:
         rows = expert * s.out + rows
@@ -74,11 +73,11 @@ def load_scales(weights, expert, rows, quad, s):
         if s.half_quadratic and weights.scale_step is None:
             found = found + (tl.load(weights.zero + groups),)
         elif s.half_quadratic:
-            step = tl.reshape(tl.load(weights.scale_step + rows), [ROWS, WARPS, 32])
-            low = tl.reshape(tl.load(weights.scale_low + rows), [ROWS, WARPS, 32])
+            step = tl.reshape(tl.load(weights.scale_step + rows), [s.rows, WARPS, 32])
+            low = tl.reshape(tl.load(weights.scale_low + rows), [s.rows, WARPS, 32])
             found = found + (step, low, tl.load(weights.zero + groups))
-            step = tl.reshape(tl.load(weights.zero_step + rows), [ROWS, WARPS, 32])
-            low = tl.reshape(tl.load(weights.zero_low + rows), [ROWS, WARPS, 32])
+            step = tl.reshape(tl.load(weights.zero_step + rows), [s.rows, WARPS, 32])
+            low = tl.reshape(tl.load(weights.zero_low + rows), [s.rows, WARPS, 32])
             found = found + (step, low)
         elif s.kind == "nvfp4" and s.gather:
             found = found + (tl.load(weights.scale_step + rows),)
@@ -86,10 +85,9 @@ def load_scales(weights, expert, rows, quad, s):
     elif s.gguf:
         return _load_gguf_scales(weights, expert * s.out + rows, quad, s)
     elif s.kind == "fp8b":
-        GROUP: tl.constexpr = s.group
-        BLOCKS: tl.constexpr = (s.out + GROUP - 1) // GROUP  # blocks of rows of an expert
-        block = expert * BLOCKS + rows // GROUP
-        at = block * (s.each * 16 // GROUP) + quad * 16 // GROUP
+        BLOCKS: tl.constexpr = (s.out + s.group - 1) // s.group  # blocks of rows of an expert
+        block = expert * BLOCKS + rows // s.group
+        at = block * (s.each * 16 // s.group) + quad * 16 // s.group
         return (tl.load(weights.scale + at),)
     elif s.kind != "bf16" and s.gather:
         return (tl.load(weights.scale + expert * s.out + rows),)
@@ -274,9 +272,8 @@ def multiply_chunk(codes, scales, operands, table, s):
     codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
     `code_table`.
     """
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
-    words = split_four(codes, ROWS, WARPS)
+    words = split_four(codes, s.rows, WARPS)
     if s.kind == "bf16":
         total = low_half(words[0]) * operands[0][0]
         total += high_half(words[0]) * operands[0][1]
@@ -284,27 +281,27 @@ def multiply_chunk(codes, scales, operands, table, s):
             total += low_half(words[i]) * operands[i][0]
             total += high_half(words[i]) * operands[i][1]
     elif s.kind == "int8":
-        sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
+        sums = tl.zeros([s.rows, WARPS, 32], tl.int32)
         for i in tl.static_range(4):
             sums = dot_bytes(words[i], operands[0][0][i], sums, True)
         total = sums.to(tl.float32) * operands[1]
         if s.gather:
-            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32)
+            total *= tl.reshape(scales[0], [s.rows, WARPS, 32]).to(tl.float32)
     elif s.kind == "fp8" or s.kind == "fp8b":
-        total = tl.zeros([ROWS, WARPS, 32], tl.float32)
+        total = tl.zeros([s.rows, WARPS, 32], tl.float32)
         for i in tl.static_range(4):
             values = _e4m3_word(words[i])
             for k in tl.static_range(4):
                 total += values[k] * operands[k][i]
         if s.kind == "fp8b" or s.gather:
-            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
+            total *= tl.reshape(scales[0], [s.rows, WARPS, 32]).to(tl.float32) * 256.0
     elif s.gguf:
         total = _multiply_gguf(words, scales, operands, table, s)
     elif s.two_bits:
         total = _multiply_two_bits(words, scales, operands, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
-    return tl.reshape(total, [ROWS, s.lanes])
+    return tl.reshape(total, [s.rows, s.lanes])
 
 
 @jit

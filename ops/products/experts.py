@@ -55,8 +55,6 @@ from ops.products.tilings import RESIDENT, Tiles
 from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
 
-# Kernels ------------------------------------------------------------------------------------------
-
 
 @jit
 def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
@@ -77,13 +75,12 @@ def _read_or_find_expert(indices, scores, pair, program, s: tl.constexpr):
     indices: -1 until then. They are in L2 (volatile). For programs of one warp: several would take
     different branches, if one of them sees -1 and the next one does not, and wait for each other.
     """
-    ROUTING: tl.constexpr = s.routing
     same = tl.arange(0, 32) * 0
     is_late = same + program >= s.first_late
     found = tl.load(indices + (pair + same), mask=is_late, other=-1, volatile=True)
     expert = tl.max(found.to(tl.int32), 0).to(tl.int64)
     if expert < 0:
-        expert = _find_expert(scores, pair, ROUTING, s.warps)
+        expert = _find_expert(scores, pair, s.routing, s.warps)
     return expert
 
 
@@ -133,9 +130,6 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     GATED: tl.constexpr = SHARED and choice.scores is not None
     CHOOSE: tl.constexpr = not SHARED and choice.scores is not None
     I: tl.constexpr = s.out // s.loads  # rows of the result
-    ROWS: tl.constexpr = s.rows
-    ROUTING: tl.constexpr = s.routing
-    ACTIVATION: tl.constexpr = s.activation
     OPERANDS: tl.constexpr = s.quantized[0]
     UNITS: tl.constexpr = s.quantized[1]
     PAIRS: tl.constexpr = s.pairs_of_row
@@ -143,16 +137,16 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS) - CHOOSE
     if s.first:
-        pair = (pair + s.first) % ROUTING.pairs
+        pair = (pair + s.first) % s.routing.pairs
     # The last tiles begin early enough to be whole: some rows are computed twice.
-    row = tl.minimum(program * ROWS, I - ROWS)
+    row = tl.minimum(program * s.rows, I - s.rows)
     is_real = True
     if PAIRS:
         token = pair // PAIRS
         if choice.last is not None:
             is_real = token % s.queries <= tl.load(choice.last + token // s.queries)
     if PDL and not SHARED:  # noqa: SIM102  (known at compile time)
-        if not s.first or (pair < ROUTING.active) | (program < 0):
+        if not s.first or (pair < s.routing.active) | (program < 0):
             tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
@@ -161,14 +155,14 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         else:
             x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
         if CHOOSE:
-            scores, of_token = scores + token * ROUTING.row, pair % PAIRS
+            scores, of_token = scores + token * s.routing.row, pair % PAIRS
             indices, factors = indices + token * PAIRS, factors + token * PAIRS
         if GATED:
-            scores += token * ROUTING.row
+            scores += token * s.routing.row
     if CHOOSE:  # noqa: SIM102  (known at compile time)
         if program < 0:
             if of_token == s.first:
-                choose(scores, None, indices, factors, ROUTING)
+                choose(scores, None, indices, factors, s.routing)
             return
     if choice.last is not None:  # noqa: SIM102
         if not is_real:
@@ -176,7 +170,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if CHOOSE and s.first_late:
         expert = _read_or_find_expert(indices, scores, of_token, program, s)
     elif CHOOSE:
-        expert = _find_expert(scores, of_token, ROUTING, s.warps)
+        expert = _find_expert(scores, of_token, s.routing, s.warps)
     elif SHARED:
         expert = pair.to(tl.int64) * 0
     else:
@@ -190,7 +184,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         xs = xs + (load_parts(x, d, s),)
         besides = besides + ((),)
     if GATED:
-        share = load_gate(scores, None, ROUTING)
+        share = load_gate(scores, None, s.routing)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = code_table(unknown_zero, s)
@@ -208,7 +202,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             add = tl.load(bias + flat).to(tl.float32)
             if s.loads == 2:
                 up_add = tl.load(bias + I + flat).to(tl.float32)
-        next_row = tl.minimum((program + (n + 1) * multiplying) * ROWS, I - ROWS)
+        next_row = tl.minimum((program + (n + 1) * multiplying) * s.rows, I - s.rows)
         more, both = n + 1 < s.tiles, (row, next_row)
         gates, up, _, tiles = multiply_tile(
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
@@ -226,16 +220,13 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
                 up += up_add
         out = h + pair * I + row + rows
         if s.loads == 2:
-            gate = activate(gate, up, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
-        elif ACTIVATION is not None:
-            gate = activate(gate, gate, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
+            gate = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
+        elif s.activation is not None:
+            gate = activate(gate, gate, s.activation.kind, s.activation.limit, s.activation.alpha)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
         row = next_row
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def pair_ratio(E: int, T: int, kind: str) -> float:

@@ -100,9 +100,6 @@ class FewSettings(Codes):
         return self.out * 2 * self.words // max(self.sharing, 1)
 
 
-# Weights ------------------------------------------------------------------------------------------
-
-
 @jit
 def _rows_and_words(lane, row, step, s: tl.constexpr):
     """Return the row, and the first word, of each lane's weights in a step.
@@ -122,7 +119,6 @@ def _load_step(weights, row, step, s: tl.constexpr):
     """
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
-    GROUP: tl.constexpr = s.group
     at = tl.arange(0, LANES * UNITS)
     rows, word = _rows_and_words(at // UNITS, row, step, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
@@ -140,13 +136,13 @@ def _load_step(weights, row, step, s: tl.constexpr):
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
-        scale = weights.scale + rows // GROUP * (s.width // GROUP) + word * 4 // GROUP
+        scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.step_scaled or s.e2m1 or s.two_bits:
         if s.word_scaled:
             group = rows * (s.words // 4) + word // 4
         else:
-            group = rows * (s.width // GROUP) + word * s.fields // GROUP
+            group = rows * (s.width // s.group) + word * s.fields // s.group
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
             # fragments (kWidth 4).
@@ -205,14 +201,13 @@ def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
 def _weight_fragments(numbers, s: tl.constexpr):
     """Order a field's numbers as a tensor core takes them -> [warps, rows, 8 vec]."""
     R: tl.constexpr = s.rows // 8
-    WARPS: tl.constexpr = s.warps
     if s.vec == 1:  # two fields of each unit, the last dimension
-        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, 2, 2])
-        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, s.rows, 16])
+        numbers = tl.reshape(numbers, [R, s.warps, 8, 4, 2, 2])
+        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [s.warps, s.rows, 16])
     else:
-        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, s.vec // 2, 2, 2])
+        numbers = tl.reshape(numbers, [R, s.warps, 8, 4, s.vec // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 0, 2, 4, 5, 3, 6))
-        return tl.reshape(numbers, [WARPS, s.rows, 8 * s.vec])
+        return tl.reshape(numbers, [s.warps, s.rows, 8 * s.vec])
 
 
 @jit
@@ -262,17 +257,13 @@ def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
     Return factors of `decode`.
     """
     R: tl.constexpr = s.rows // 8
-    WARPS: tl.constexpr = s.warps
     if s.kind == "nvfp4":
         even, odd = pair_factors(scale, DTYPE)
-        factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
-        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
-        return tl.reshape(factor, [R * WARPS * 256])
+        factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
+        factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
+        return tl.reshape(factor, [R * s.warps * 256])
     else:
         return _of_units(e2m1_factor(scale, DTYPE), s)
-
-
-# Products -----------------------------------------------------------------------------------------
 
 
 @jit
@@ -399,27 +390,23 @@ def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
     With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
     `s.x_depth` of x, and of the norm's weight if there is one.
     """
-    STEPS: tl.constexpr = s.steps
-    DEPTH: tl.constexpr = s.depth
-    X_DEPTH: tl.constexpr = s.x_depth
-    TURNS: tl.constexpr = s.turns
-    EACH: tl.constexpr = STEPS // TURNS
+    EACH: tl.constexpr = s.steps // s.turns
     SIZE: tl.constexpr = 64 * s.warps * s.vec
     tiles, xs, norms = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
-    for turn in range(0, TURNS):
+    for turn in range(0, s.turns):
         for n in tl.static_range(EACH):
-            own = norms[n % X_DEPTH] if norm is not None else None
-            tile, part = tiles[n % DEPTH], xs[n % X_DEPTH]
+            own = norms[n % s.x_depth] if norm is not None else None
+            tile, part = tiles[n % s.depth], xs[n % s.x_depth]
             totals, squares = _add_products(tile, totals, squares, part, own, s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
-            if TURNS > 1 or n + DEPTH < STEPS:
-                at = tl.minimum(turn * EACH + n + DEPTH, STEPS - 1)
-                tiles = replace(tiles, n % DEPTH, load_rows(weights, row, at, s))
-            if TURNS > 1 or n + X_DEPTH < STEPS:
-                at = tl.minimum(turn * EACH + n + X_DEPTH, STEPS - 1)
-                xs = replace(xs, n % X_DEPTH, load_fields(x, begins, at, s, False))
+            if s.turns > 1 or n + s.depth < s.steps:
+                at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
+                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, s))
+            if s.turns > 1 or n + s.x_depth < s.steps:
+                at = tl.minimum(turn * EACH + n + s.x_depth, s.steps - 1)
+                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s, False))
                 if norm is not None:
-                    norms = replace(norms, n % X_DEPTH, load_fields(norm, None, at, s, True))
+                    norms = replace(norms, n % s.x_depth, load_fields(norm, None, at, s, True))
     return totals, squares

@@ -169,36 +169,34 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
-    D: tl.constexpr = s.D
-    ROWS: tl.constexpr = s.rows
     m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
     at, token = 0, tl.program_id(1)
     if s.many:
-        at = token * D
+        at = token * s.D
         scores += token * ((1 + (router.score_bias is not None)) * s.N)
         if indices is not None:
             indices += token * s.pairs
         if l is not None:
             normed += token * (l.quads * l.fields)
             units += token * (l.quads * l.units)
-    elif not (ROWS or s.part):
-        at = tl.program_id(0).to(tl.int64) * D
+    elif not (s.rows or s.part):
+        at = tl.program_id(0).to(tl.int64) * s.D
     x += at
     if l is None and normed is not None:
         normed += at
     d, program = tl.arange(0, s.block), tl.program_id(0)
     if s.groups > 1:
-        norm += program % s.groups * D
+        norm += program % s.groups * s.D
     if s.part:
         d += program * s.part
-    inside = d < D
-    if ROWS:
-        expert = program * ROWS + tl.arange(0, ROWS)
+    inside = d < s.D
+    if s.rows:
+        expert = program * s.rows + tl.arange(0, s.rows)
         rows = tl.load(
-            router.rows + expert[:, None] * D + d[None, :],
+            router.rows + expert[:, None] * s.D + d[None, :],
             mask=(expert < s.N)[:, None] & inside[None, :],
             other=0.0,
         )
@@ -210,7 +208,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
     if added.memory is not None:
         add = tl.load(x + d, mask=inside, other=0.0)
-    if ROWS:
+    if s.rows:
         biases = _load_score_biases(router, expert, s)
     if l is not None:
         scales = load_quads(norm, l)
@@ -226,10 +224,10 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if added.norm is None:
             value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
         else:
-            value, inverse = load_branches(memory, call, added, branch_scale, d, D, dtype, s)
+            value, inverse = load_branches(memory, call, added, branch_scale, d, s.D, dtype, s)
             value = (add.to(tl.float32) + value) * factor
     elif added.norm is not None:
-        stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
+        stride = tl.num_programs(0).to(tl.int64) * s.D if not s.rows else s.D
         branch = added.y + at
         value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
@@ -253,15 +251,15 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     if offset is not None:
-        value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
-    factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
+        value = tl.where(inside, value - tl.sum(value, 0) / s.D, 0.0)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / s.D + s.eps)
     value = value * factor
     if not s.unscaled:
         value = value * scale
     if offset is not None:
         value += shift
     value = value.to(dtype)
-    if ROWS:
+    if s.rows:
         _store_scores(rows, value, biases, router, scores, expert, s)
     if s.unscaled:
         value = (value.to(tl.float32) * scale).to(dtype)

@@ -90,13 +90,12 @@ def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
 @jit
 def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
     """Add the product of x with plain weights to the sums [BM, BN]."""
-    IN: tl.constexpr = s.width
     x, rows, present, k = x_tile
-    x_inside = present & (k < IN) if IN % s.tile.numbers else present
-    a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
+    x_inside = present & (k < s.width) if s.width % s.tile.numbers else present
+    a = tl.load(x + rows * s.width + k, mask=x_inside, other=0.0)
     # x has zeros outside, but zero times NaN is NaN.
     other = None if inside is None else 0.0
-    b = tl.load(weight + weight_rows * IN + k, mask=inside, other=other)
+    b = tl.load(weight + weight_rows * s.width + k, mask=inside, other=other)
     return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
 
 
@@ -155,7 +154,6 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 @jit
 def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
     """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
-    BK: tl.constexpr = s.tile.numbers
     x, y, weights, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
@@ -171,15 +169,15 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     fetched = None
     if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
-    for start in range(0, s.width, BK):
-        unit = start // s.fields + tl.arange(0, BK // s.fields)[None, :]
-        inside = unit < s.width // s.fields if s.width % BK else None
+    for start in range(0, s.width, s.tile.numbers):
+        unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
+        inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         x_tile = (x, x_rows, present, unit)
         if s.packed:
             at = (weight_rows, scale_rows, unit)
             numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
             if s.step_scaled:
-                fetched = load_scales(weights, weight_rows, start + BK, s)
+                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
             sums = _multiply_fields(sums, numbers, x_tile, s)
         else:
             sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
@@ -350,6 +348,4 @@ def _multiply_by_library(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tenso
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
 
 
-@grouped_mm.register_fake
-def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+grouped_mm.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[1]))

@@ -43,22 +43,21 @@ class Layout(Codes):
 @jit
 def store_quads(values, x, units, s: tl.constexpr):
     """Quantize LANES quads of fp32 values (`operands.quantize`); store them in x and units."""
-    QUADS: tl.constexpr = s.quads
     operands, unit, sums = quantize(values, 14, s)
     quad = tl.program_id(0) * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = tl.arange(0, 4)[None, :]
     for n in tl.static_range(s.operands):
         if s.in_pairs:
-            words = x + ((n // 2 * 4 + word) * QUADS + quad) * 2 + n % 2
+            words = x + ((n // 2 * 4 + word) * s.quads + quad) * 2 + n % 2
         else:
             words = x + (quad * (4 * s.operands) + word) + 4 * n
-        tl.store(words, operands[n], mask=quad < QUADS)
-    tl.store(units + quad, unit, mask=quad < QUADS)
+        tl.store(words, operands[n], mask=quad < s.quads)
+    tl.store(units + quad, unit, mask=quad < s.quads)
     if s.word_scaled:
-        tl.store(units + (1 + word) * QUADS + quad, sums[0], mask=quad < QUADS)
+        tl.store(units + (1 + word) * s.quads + quad, sums[0], mask=quad < s.quads)
     else:
         for i in tl.static_range(len(sums)):
-            tl.store(units + (1 + i) * QUADS + quad, sums[i], mask=quad < QUADS)
+            tl.store(units + (1 + i) * s.quads + quad, sums[i], mask=quad < s.quads)
 
 
 # Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.

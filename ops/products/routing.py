@@ -75,9 +75,6 @@ def queries_of(T: int, last: Tensor | None) -> int:
     return T if last is None else T // len(last)
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 @jit
 def ordered_bits(scores):
     """Map fp32 to int32 in the same order (`topk.ordered_bits`)."""

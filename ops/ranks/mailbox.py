@@ -136,10 +136,9 @@ def receive(inbox, call, wanted, dtype: tl.constexpr):
 @jit
 def count_call(calls, call, m: tl.constexpr):
     """Store the number of the call that this program has received."""
-    COUNTERS: tl.constexpr = m.counters
-    program, counter = tl.program_id(0), tl.arange(0, COUNTERS)
+    program, counter = tl.program_id(0), tl.arange(0, m.counters)
     # Safe without a barrier: the reduction in `receive` waits for all threads' loads.
     tl.store(calls + program, call)
     # The first program also counts for programs that only a larger grid has.
-    absent = counter >= tl.num_programs(0) + program * COUNTERS
-    tl.store(calls + counter, tl.zeros([COUNTERS], tl.int32) + call, mask=absent)
+    absent = counter >= tl.num_programs(0) + program * m.counters
+    tl.store(calls + counter, tl.zeros([m.counters], tl.int32) + call, mask=absent)

@@ -57,9 +57,6 @@ def new_mailbox(pairs: int, like: Tensor) -> Mailbox:
     )
 
 
-# The request --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ask:
     """Settings of `_ask`."""
@@ -157,9 +154,6 @@ def ask_plainly(
     return torch.where(here, slots, other), torch.where(here, weights, 0.0)
 
 
-# The answer ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Answer:
     """Settings of `_answer`."""
@@ -224,6 +218,4 @@ def add_answer(y: Tensor, slots: Tensor, box: list[Tensor], dtype: torch.dtype) 
     return answer(y, Mailbox(*box), dtype)
 
 
-@add_answer.register_fake
-def _(y: Tensor, slots: Tensor, box: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(y, dtype=dtype)
+add_answer.register_fake(lambda y, _, box, dtype: torch.empty_like(y, dtype=dtype))

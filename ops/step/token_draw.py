@@ -83,7 +83,6 @@ def _logit_of(key):
 def _find_best(
     logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
 ):
-    V: tl.constexpr = s.V
     TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, s.size)
@@ -94,9 +93,9 @@ def _find_best(
         passed += sequence * each
     penalty = tl.load(controls + sequence * s.controls + 4)
     await_previous(PDL)
-    source = logits + row * V, seen + sequence * V, penalty, passed, count
-    x = _edited_logits(source, token, token < V)
-    bits = tl.where(token < V, ordered_bits(x), -(2**31))
+    source = logits + row * s.V, seen + sequence * s.V, penalty, passed, count
+    x = _edited_logits(source, token, token < s.V)
+    bits = tl.where(token < s.V, ordered_bits(x), -(2**31))
     best += row * s.kept * s.groups + group
     for n in tl.static_range(s.kept):
         largest = tl.max(bits, 0)
