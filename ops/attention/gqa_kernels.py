@@ -14,7 +14,7 @@ from ops.attention.heads import (
     load_value,
     prefetch,
 )
-from ops.attention.softmax import dot, finish_softmax, online_softmax
+from ops.attention.softmax import dot, online_softmax
 from ops.launch import await_previous, jit, tl
 
 
@@ -60,9 +60,8 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
     c = tl.arange(0, C)[None, :]
     r: tl.constexpr = a.rotary_dim
     rotation = load_rotation(rope, token[:, None], c, C, r, s.rope_width, a.rope_begin)
-    if s.queries == 1:
-        own_rotation = rotation
-    else:
+    own_rotation = rotation
+    if s.queries > 1:
         own_rotation = load_rotation(rope, own[:, None], c, C, r, s.rope_width, a.rope_begin)
     q_norm, k_norm = weights.q_norm, weights.k_norm
     if q_norm is not None:
@@ -73,10 +72,9 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
             q_norm += tl.zeros([s.rows, 1], tl.int32)
             k_norm += tl.zeros([s.own_rows, 1], tl.int32)
     q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
+    sink = 0.0
     if weights.sinks is not None:
         sink = tl.load(weights.sinks + head).to(tl.float32)
-    else:
-        sink = 0.0
     return rotation, own_rotation, q_weight, k_weight, sink
 
 
@@ -166,9 +164,16 @@ def _load_gate(qkv, token, head, c, a: tl.constexpr):
 
 @jit
 def _store_heads(y, softmax, sink, gate, at, mask, a: tl.constexpr):
-    """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
+    """Divide acc [R, N] by the sum of weights [R, 1], a sink's included; apply the gate; store it.
+
+    sink: fp32, [R, 1] or one; sink and gate may be None.
+    """
     row_max, row_sum, acc = softmax
-    out = finish_softmax(row_max, row_sum, acc, sink)
+    if sink is not None:
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    out = acc / row_sum
     if gate is not None:
         gate = gate.to(tl.float32)
         if a.gate == "sigmoid":
@@ -212,10 +217,9 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
         sink = ahead[4] if weights.sinks is not None else None
         await_previous(PDL)
+        gate = None
         if a.gate != "":
             gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
-        else:
-            gate = None
         call = sequence, program, part, start, stored
         x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
@@ -259,16 +263,14 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
     first += part * length  # parts are neighbors, and equal
     end = tl.minimum(first + length, end)
+    count_stored = s.queries
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
-    else:
-        count_stored = s.queries
     pair = sequence * s.layer.kv_heads + program // s.splits
     keys, values = pair * s.length, s.entries + pair * s.length
+    scales = None, None
     if stored.scales is not None:
         scales = stored.scales + keys, stored.scales + values
-    else:
-        scales = None, None
     keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
     place = sequence, program, part, parts, start, first, end, count_stored

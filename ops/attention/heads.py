@@ -8,23 +8,16 @@ from ops.launch import add_both, jit, tl
 
 
 @jit
-def load_rotation(
-    rope,
-    token,
-    c,
-    C: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
-    ROPE_BEGIN: tl.constexpr,
-):
+def load_rotation(rope, token, c, C: tl.constexpr, ROTARY_DIM: tl.constexpr, width, begin):
     """Load RoPE of a token, or of tokens [M, 1], for the numbers c [M, C] of a head.
 
+    width: numbers of a row of `rope`, in which the layer's begin at `begin`; both constant.
     Return c, the index of the number that RoPE pairs each with, its cosine and its signed sine.
     Those of heads that are not rotated are 1.0 and 0.0.
     """
     if ROTARY_DIM > 0:
         partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
-        rope += token * ROPE_WIDTH + ROPE_BEGIN + c
+        rope += token * width + begin + c
         return c, partner, tl.load(rope), tl.load(rope + C)
     else:
         return c, c, 1.0, 0.0

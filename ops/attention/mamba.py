@@ -96,11 +96,9 @@ def _move(past, new):
 def _convolve(new, past, convolution, s: tl.constexpr):
     """Convolve a token's inputs of each tuple. past: the last W - 1. convolution: taps, biases."""
     taps, biases = convolution
-    convolved = ()
-    for i in tl.static_range(len(past)):
-        total = sum_past(past[i], taps[i], biases[i], s)
-        convolved = convolved + (convolve(new[i], total, taps[i], s),)
-    return convolved
+    return [
+        convolve(new[i], sum_past(past[i], taps[i], biases[i], s), taps[i], s) for i in (0, 1, 2)
+    ]
 
 
 @jit

@@ -53,16 +53,6 @@ def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
     return weights.to(DTYPE), rescale[:, None], row_max, row_sum
 
 
-@jit
-def finish_softmax(row_max, row_sum, acc, sink):
-    """Divide acc [M, N] by the sum of weights [M, 1], a sink's included: fp32, [M, 1], or one."""
-    if sink is not None:
-        largest = tl.maximum(row_max, sink)
-        acc *= tl.exp(row_max - largest)
-        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-    return acc / row_sum
-
-
 def count_parts(
     rows: int, length: int, part: int, device: torch.device, programs: int = PROGRAMS
 ) -> int:

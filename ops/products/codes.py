@@ -34,7 +34,7 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four
-from ops.products.units import byte_of_four, first_byte, half, scale_and_min, second_byte
+from ops.products.units import byte_of_four, half, scale_and_min, signed_byte
 from ops.products.words import (
     dot_bytes,
     dot_five_bits,
@@ -46,12 +46,6 @@ from ops.products.words import (
     e2m1_table,
     iq4_table,
 )
-
-
-@jit
-def e8m0_to_float(exponents):
-    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
-    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -142,17 +136,6 @@ def _e4m3_word(word):
 
 
 @jit
-def _scale_halves(pairs, low, high, unit, sums):
-    """Multiply the sums of nvfp4's halves of a group by their two e4m3 scales, a pair."""
-    pairs = pairs.to(tl.int32)
-    # Bits of fp16 numbers, 2 ** -8 as large.
-    low_scale, high_scale = half(pairs << 7 & 0x3F80), half(pairs >> 1 & 0x3F80)
-    unit *= 0.5
-    total = (low.to(tl.float32) * unit - 6.0 * sums[0]) * low_scale
-    return (total + (high.to(tl.float32) * unit - 6.0 * sums[1]) * high_scale) * 256.0
-
-
-@jit
 def _multiply_four_bits(words, scales, operands, table, s):
     """`multiply_chunk` for 4 bits -> fp32 [ROWS, LANES // 32, 32]. words: 4 tensors of that shape.
 
@@ -169,17 +152,23 @@ def _multiply_four_bits(words, scales, operands, table, s):
             even, odd = dot_nibbles(words[i], x_even[i], x_odd[i], even, odd)
     factor = tl.reshape(scales[0], words[0].shape)
     sum_x = sums[0]
-    if s.kind == "nvfp4":
-        total = _scale_halves(factor, even, odd, unit, sums)
+    if s.kind == "nvfp4":  # even, odd: sums of the halves of a group, which have a scale each
+        pairs = factor.to(tl.int32)
+        # Bits of fp16 numbers, 2 ** -8 as large.
+        low_scale, high_scale = half(pairs << 7 & 0x3F80), half(pairs >> 1 & 0x3F80)
+        unit *= 0.5
+        total = (even.to(tl.float32) * unit - 6.0 * sums[0]) * low_scale
+        total = (total + (odd.to(tl.float32) * unit - 6.0 * sums[1]) * high_scale) * 256.0
+        if s.gather:
+            total *= tl.reshape(scales[1], words[0].shape)
     elif s.kind == "mxfp4":
         total = (even + odd).to(tl.float32) * (unit * 0.5)
-        factor = e8m0_to_float(factor)
+        # e8m0; the smallest scale, 2 ** -127, becomes 0.
+        factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
         factor = factor.to(tl.float32)
     if s.kind == "nvfp4":
-        if s.gather:
-            total *= tl.reshape(scales[1], words[0].shape)
         return total
     elif s.kind == "int4":
         return (total - 8.0 * sum_x) * factor
@@ -253,8 +242,8 @@ def _multiply_gguf(words, scales, operands, table, s):
     else:
         step = tl.reshape(scales[1 if len(scales) > 1 else 0], words[0].shape)
         if s.kind == "q6_k":
-            total = low.to(tl.float32) * first_byte(scale)
-            total += high.to(tl.float32) * second_byte(scale)
+            total = low.to(tl.float32) * signed_byte(scale, 0)
+            total += high.to(tl.float32) * signed_byte(scale, 1)
             total *= unit * 0.25 * step.to(tl.float32)
         else:
             factor, least = scale_and_min(scale, step)
@@ -305,22 +294,22 @@ def multiply_chunk(codes, scales, operands, table, s):
 
 
 @jit
-def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def activate(gate, up, a: tl.constexpr):
     """Apply `model.swiglu` ("silu"), `gpt_oss.clamped_swiglu` ("clamped"), or `geglu.geglu`.
 
-    An activation without a gate ("relu_squared") does not use up.
+    a: an `Activation`. One without a gate ("relu_squared") does not use up.
     """
-    if ACTIVATION == "relu_squared":
+    if a.kind == "relu_squared":
         up = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return up * up
-    elif ACTIVATION == "clamped":
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+    elif a.kind == "clamped":
+        gate = tl.minimum(gate, a.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -a.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, a.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        return gate / (1.0 + tl.exp(-a.alpha * gate)) * up
+    elif a.kind == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
         doubled = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
     else:
-        tl.static_assert(ACTIVATION == "silu", "an unknown activation")
+        tl.static_assert(a.kind == "silu", "an unknown activation")
         return gate / (1.0 + tl.exp(-gate)) * up

@@ -208,7 +208,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         up_bias = None if bias is None else bias + N
         up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
     if not s.down:
-        result = activate(result, up, s.activation.kind, s.activation.limit, s.activation.alpha)
+        result = activate(result, up, s.activation)
     else:
         result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
@@ -264,12 +264,8 @@ def sort_pairs(indices: Tensor, E: int, last: Tensor | None = None) -> PairTiles
     if T > MAX_TOKENS:
         raise ValueError(f"no kernel for {T} tokens")
     s = SortSettings(E, A, T, queries_of(T, last))
-    order = PairTiles(
-        *(
-            torch.empty(shape, dtype=torch.int32, device=indices.device)
-            for shape in ((s.tiles, s.tile), s.tiles, s.tiles)
-        )
-    )
+    shapes = (s.tiles, s.tile), s.tiles, s.tiles
+    order = PairTiles(*(indices.new_empty(shape, dtype=torch.int32) for shape in shapes))
     grid = (triton.cdiv(s.P, SORTED),)
     launch(_sort_pairs, grid, indices, last, order, settings=s, warps=2)
     return order

@@ -219,10 +219,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             if s.loads == 2:
                 up += up_add
         out = h + pair * I + row + rows
-        if s.loads == 2:
-            gate = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
-        elif s.activation is not None:
-            gate = activate(gate, gate, s.activation.kind, s.activation.limit, s.activation.alpha)
+        if s.activation is not None:
+            gate = activate(gate, up, s.activation)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
@@ -270,17 +268,13 @@ def gate_up(
     (`norm_router`); default: new. last int64 [B]: of several tokens [B, Q] those after the last
     real one of their row are padding, whose h is not stored.
     """
-    T = len(scores)
+    T, E = len(scores), len(weight.parts[0]) - routing.shared
     if indices is None:
         indices = torch.full((T, routing.pairs), -1, dtype=torch.int64, device=scores.device)
     weights = torch.empty(T, routing.pairs, dtype=torch.float32, device=scores.device)
     choice = Chosen(indices, scores, weights, last if T > 1 else None)
-    fields: dict = {"routing": choice_of(weight.parts[0].shape[0] - routing.shared, routing)}
-    if T > 1:
-        fields |= dict(pairs_of_row=routing.pairs, queries=queries_of(T, last))
     how = activation, dtype, tiles
-    h = _launch_each(x, weight, choice, bias, how, T * routing.pairs, **fields)
-    return h, indices, weights
+    return _launch_each(x, weight, choice, bias, how, choice_of(E, routing)), indices, weights
 
 
 def gate_up_shared(
@@ -298,12 +292,9 @@ def gate_up_shared(
     score, so that the down product is a `dense_product`. The others: as of `gate_up`. With PDL, the
     weight is loaded before the wait.
     """
-    T = len(x)
-    check_rows("x", x, T, weight.width)
     choice = Chosen(None, scores if routing.gated else None)
-    fields = {"routing": choice_of(scores.shape[-1] - routing.gated, routing)}
-    how = activation, dtype, tiles
-    return _launch_each(x, weight, choice, None, how, T, pairs_of_row=int(T > 1), **fields)
+    routing = choice_of(scores.shape[-1] - routing.gated, routing)
+    return _launch_each(x, weight, choice, None, (activation, dtype, tiles), routing)
 
 
 def multiply_each(
@@ -321,12 +312,7 @@ def multiply_each(
     of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`; one without a
     gate -> [N, out]. The others: as of `gate_up`.
     """
-    rows, pairs = len(x.operands if isinstance(x, QuantizedX) else x), indices.numel()
-    if isinstance(x, Tensor):
-        check_rows("x", x, rows, weight.width)
-    pairs_of_row = pairs // rows if rows > 1 else 0
-    how = activation, dtype, tiles
-    return _launch_each(x, weight, Chosen(indices), bias, how, pairs, pairs_of_row=pairs_of_row)
+    return _launch_each(x, weight, Chosen(indices), bias, (activation, dtype, tiles))
 
 
 def _launch_each(
@@ -335,15 +321,24 @@ def _launch_each(
     choice: Chosen,
     bias: Tensor | None,
     how: tuple[Activation | None, torch.dtype | None, Tiles | None],
-    pairs: int,
-    **fields,
+    routing: ChoiceSettings | None = None,
 ) -> Tensor:
-    """Launch `_multiply_each`. how: activation, dtype, tiles. fields: of `EachSettings`."""
+    """Launch `_multiply_each`. how: activation, dtype, tiles."""
     activation, dtype, tiles = how
+    rows = len(x.operands if isinstance(x, QuantizedX) else x)
+    pairs = rows if choice.indices is None else choice.indices.numel()
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    if isinstance(x, Tensor) and weight.word_scaled:
-        x = quantize_tokens(operand_of(x, weight), weight)
-    fields |= dict(loads=2 if activation and activation.gated else 1, activation=activation)
+    if isinstance(x, Tensor):
+        check_rows("x", x, rows, weight.width)
+        if weight.word_scaled:
+            x = quantize_tokens(operand_of(x, weight), weight)
+    fields = dict(
+        loads=2 if activation and activation.gated else 1,
+        pairs_of_row=pairs // rows if rows > 1 else 0,
+        queries=0 if choice.last is None else queries_of(rows, choice.last),
+        activation=activation,
+        routing=routing,
+    )
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     shape = pairs, weight.out // settings.loads
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
@@ -381,11 +376,8 @@ def down(
     the result of padding is its residual. out [T, D]: where to store the result. shared: the last S
     of each token's experts, which are the weight's last.
 
-    With PDL, the residual is loaded before the wait: the previous kernel must not write it. So are
-    one token's shared experts, if all of a row is in flight at once. Codes that are multiplied as
-    integers are loaded before the wait, too. Their kernel polls the indices, which are -1 until
-    `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made it, and must not
-    write the indices, their weights, or the residual.
+    What is loaded before the wait, so that the previous kernel must not write it: ops/README.md. If
+    x is a `QuantizedX`, the previous kernel made it.
     """
     T, experts = indices.shape
     if send is not None and T > 1:

@@ -30,11 +30,10 @@ from ops.products.pipeline import replace
 from ops.products.units import (
     decode,
     e2m1_factor,
-    first_byte,
     hqq_offset,
     pair_factors,
     scale_and_min,
-    second_byte,
+    signed_byte,
 )
 from ops.products.weights import GGUF, Codes
 
@@ -62,6 +61,7 @@ class FewSettings(Codes):
         """Words whose fields are neighbors in x; if words have scales, x is so ordered."""
         return 4 if self.word_scaled else super().run
 
+    products = property(lambda s: (0, 1) if s.gated else (0,))  # of gate and of up, or one
     unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
     width = property(lambda s: s.words * s.fields)  # numbers of a row
     steps = property(lambda s: triton.cdiv(s.words, 4 * s.vec * s.warps))
@@ -308,8 +308,7 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
     """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
     if s.kind == "q6_k":
-        scale = first_byte(tile[1]) if K == 0 else second_byte(tile[1])
-        return total * _row_factors(scale * tile[2].to(tl.float32), s)
+        return total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
     elif s.kind == "q4_k" or s.kind == "q5_k":
         factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
@@ -326,15 +325,6 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
         return total * _row_factors(factor, s)
-
-
-@jit
-def _scale_steps(tiles, totals, sums, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Add a step's sums, scaled, to the sums of each tile."""
-    added = ()
-    for n in tl.static_range(len(tiles)):
-        added = added + (totals[n] + _scale_step(tiles[n], sums[n], x_sums, K, s),)
-    return added
 
 
 @jit
@@ -368,18 +358,17 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
             tokens = token_fragments(part, s)
             if s.has_zeros:
                 x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
-            added = ()
-            for n in tl.static_range(len(tiles)):
-                weights = _decode_fragments(tiles[n][0], factors[n], k, s, DTYPE)
-                added = added + (_dot(weights, tokens, sums[n]),)
-            sums = added
+            sums = [
+                _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
+                for n in s.products
+            ]
         if s.halves:
-            totals = _scale_steps(tiles, totals, sums, x_sums, k, s)
+            totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
             sums = [_zeros(s) for _ in tiles]
     if s.halves:
         sums = totals
     elif s.step_scaled:
-        sums = _scale_steps(tiles, totals, sums, x_sums, 0, s)
+        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
     return sums, squares
 
 

@@ -33,7 +33,7 @@ from ops.products.branches import (
     receive_sum,
 )
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
-from ops.products.routing import check_router, sigmoid
+from ops.products.routing import check_router
 from ops.products.weights import Weight
 from ops.ranks.mailbox import (
     MAX_PROGRAMS,
@@ -152,7 +152,7 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
         if s.softmax:  # its choice adds the bias
             tl.store(scores + s.N + expert, biases[1], mask=expert < s.N)
         else:
-            part = sigmoid(dots)
+            part = tl.sigmoid(dots)
             tl.store(scores + s.N + expert, part, mask=expert < s.N)
             if not s.bias_before:
                 dots = part
@@ -289,37 +289,6 @@ class NormRouter:
     bias: Tensor | None = None  # [E]: of scores
     unscaled: bool = False  # scores are of the norm without its weight
 
-    @property
-    def of_experts(self) -> Tensor | None:
-        """Return what the second row of scores is made of, [E]."""
-        routing = self.routing
-        return routing.score_bias if routing.factors is None else routing.factors
-
-    router = property(lambda s: Router(s.rows, s.bias, s.of_experts))  # the kernel's tensors
-
-    def empty_scores(self, T: int) -> Tensor:
-        """Return scores of T tokens, to be filled: fp32 [T, 1 or 2, N]."""
-        rows = 1 + (self.of_experts is not None)
-        return self.rows.new_empty(T, rows, len(self.rows), dtype=torch.float32)
-
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError for x [T, D] or weights that the kernel does not take."""
-        N, D = self.rows.shape
-        if x.shape[1:] != (D,) or self.norm.shape != (D,):
-            raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
-        check_router(N - self.routing.gated, D, self.routing)
-
-    def settings(self, rows: int, **others) -> Join:
-        """Return the settings of a kernel that computes `rows` scores a program."""
-        N, D = self.rows.shape
-        routing = self.routing
-        how = dict(
-            softmax=routing.softmax or routing.factors is not None,
-            unscaled=self.unscaled,
-            bias_before=routing.bias_before,
-        )
-        return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
-
 
 def rows_of(N: int, T: int) -> int:
     """Return how many of a token's N scores a program of `norm_router` computes.
@@ -357,14 +326,18 @@ def norm_router(
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
     expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. Raises ValueError as `NormRouter.check`.
+    warps: of a program; rows None: `rows_of`. Raises ValueError for x or
+    weights that the kernel does not take.
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
     the norm of their sum. The results are bitwise identical on all ranks.
     """
-    before.check(x)
-    (N, D), T, messages = before.rows.shape, len(x), {}
+    (N, D), T, messages, routing = before.rows.shape, len(x), {}, before.routing
+    E, of_experts = N - routing.gated, routing.of_experts
+    if x.shape[1:] != (D,) or before.norm.shape != (D,):
+        raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
+    check_router(E, D, routing)
     if inbox is None:
         rows = rows or rows_of(N, T)
         programs = triton.cdiv(N, rows)
@@ -374,15 +347,23 @@ def norm_router(
         messages = dict(share=share, scale=scale, messages=messages_of(inbox))
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = Results(normed, total, scores=before.empty_scores(T), indices=indices)
+    scores = x.new_empty(T, 1 + (of_experts is not None), N, dtype=torch.float32)
+    results = Results(normed, total, scores=scores, indices=indices)
     if isinstance(normed, QuantizedX):
         results = results._replace(normed=normed.operands, units=normed.units, plain=plain)
-    pairs = 0 if indices is None else indices.shape[1]
-    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
+    s = Join(
+        *(D, before.eps, N, E, rows, T > 1),
+        softmax=routing.softmax or routing.factors is not None,
+        unscaled=before.unscaled,
+        bias_before=routing.bias_before,
+        pairs=0 if indices is None else indices.shape[1],
+        layout=layout,
+        **messages,
+    )
     grid = (programs,) if T == 1 else (programs, T)
-    tensors = x, added, before.norm, None, before.router, results
+    tensors = x, added, before.norm, None, Router(before.rows, before.bias, of_experts), results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
-    return normed, results.scores
+    return normed, scores
 
 
 def norm_tokens(

@@ -117,7 +117,7 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         if s.activation.gated:
             up += tl.load(own + s.width + at, mask=inside, other=0.0).to(tl.float32)
-    h = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
+    h = activate(gate, up, s.activation)
     tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 

@@ -18,11 +18,10 @@ from ops.products.units import (
     decode_hqq,
     e2m1_factor,
     finish,
-    first_byte,
     hqq_offset,
     pair_factors,
     scale_and_min,
-    second_byte,
+    signed_byte,
     to_fp32,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
@@ -181,21 +180,14 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
         elif s.kind == "q6_k":
             step = zero.to(tl.float32)
-            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
+            scale, other = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
+            offset = _expand(other, COUNT)
         elif s.gguf:
             scale = scale.to(tl.float32)
             if weights.step is not None:
                 scale *= zero.to(tl.float32)
         factor = _expand(scale, COUNT)
     return factor, offset
-
-
-@jit
-def block_factor(scale, rows, unit, start, s: tl.constexpr):
-    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
-    BK: tl.constexpr = s.tile.numbers
-    block = start // s.group if s.group % BK == 0 else tl.minimum(2 * unit, s.width - 1) // s.group
-    return tl.load(scale + rows * (s.width // s.group) + block) * 256.0  # of `decode`
 
 
 @jit
@@ -213,8 +205,12 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
     if s.bits_above > 0:
         above = load_above(weights.high, rows, start, s)
     factor, offset = 0.0, 0.0
-    if s.kind == "fp8b":
-        factor = block_factor(weights.scale, scale_rows, unit, start, s)
+    if s.kind == "fp8b":  # a scale for each block of `group` rows and columns
+        block = start // s.group
+        if s.group % s.tile.numbers:
+            block = tl.minimum(2 * unit, s.width - 1) // s.group
+        factor = tl.load(weights.scale + scale_rows * (s.width // s.group) + block)
+        factor *= 256.0  # of `decode`
     elif s.step_scaled:
         factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
     return units, above, factor, offset

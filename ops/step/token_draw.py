@@ -107,12 +107,6 @@ def _find_best(
         tl.store(crowded + row, 0)
 
 
-@jit
-def _count_larger(others, key):
-    """Return how many of `others` [N] are larger than each of `key` [M], [M]."""
-    return tl.sum((others[None, :] > key[:, None]).to(tl.int32), 1)
-
-
 # Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
 # of each group, which most keys are far below. crowded: set if a group's last key is among the
 # top_k.
@@ -126,10 +120,10 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
-    if tl.min(_count_larger(first, key), 0) < s.top:
+    if tl.min(tl.sum((first[None, :] > key[:, None]).to(tl.int32), 1), 0) < s.top:
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
-        rank = _count_larger(other, key)
+        rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
         tl.store(ordered + row * 2 * s.top + rank, key, mask=rank < s.top)
         is_last = at >= s.keys - s.groups
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
@@ -175,16 +169,6 @@ def exponential(key, index):
 
 
 @jit
-def _count_from(least, source, s: tl.constexpr):
-    """Return the number of keys from `least` on."""
-    count = 0
-    for start in range(0, s.V, s.chunk):
-        keys = _vocabulary_keys(source, start, s)
-        count += tl.sum((keys >= least).to(tl.int32), 0)
-    return count
-
-
-@jit
 def _search(top_k, source, ordered, s: tl.constexpr):
     """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
     found = ordered + s.top
@@ -193,7 +177,9 @@ def _search(top_k, source, ordered, s: tl.constexpr):
     count = top_k * 0 + s.V
     while count != top_k:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
-        n = _count_from(middle, source, s)
+        n = 0  # keys from there on
+        for start in range(0, s.V, s.chunk):
+            n += tl.sum((_vocabulary_keys(source, start, s) >= middle).to(tl.int32), 0)
         if n >= top_k:
             low, count = middle, n
         else:
