@@ -14,7 +14,7 @@ from ops.attention.heads import (
     load_value,
     prefetch,
 )
-from ops.attention.softmax import dot, online_softmax
+from ops.attention.softmax import dot, weigh
 from ops.launch import await_previous, jit, tl
 
 
@@ -127,10 +127,9 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
         distance = query[:, None] - t[None, :]
         seen = (distance >= 0) & (distance < tl.where(part == 0, a.window, 0))
         scores = dot(x, tl.trans(key.to(dtype)))
-        scores = tl.where(seen, scores, float("-inf"))
-        row_max = tl.full([s.rows], float("-inf"), tl.float32)
-        weights, _, row_max, row_sum = online_softmax(scores, row_max, tl.zeros_like(row_max))
-        acc = dot(weights.to(dtype), value.to(dtype))
+        none = tl.full([s.rows], float("-inf"), tl.float32)
+        own, _, row_max, row_sum = weigh(scores, none, tl.zeros_like(none), None, seen, dtype)
+        acc = dot(own, value.to(dtype))
     return x, row_max, row_sum, acc
 
 

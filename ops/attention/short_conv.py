@@ -118,4 +118,6 @@ def short_conv(
     return y
 
 
-short_conv.register_fake(lambda x, ring, *_: x.new_empty(*x.shape[:2], ring.shape[2]))
+@short_conv.register_fake
+def _(projected: Tensor, ring: Tensor, *rest) -> Tensor:
+    return projected.new_empty(*projected.shape[:2], ring.shape[2])

@@ -249,7 +249,9 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | 
     return y[:Q].contiguous()
 
 
-attend_chunk.register_fake(lambda q, *_: q.new_empty(q.shape[0], q.shape[1] * q.shape[2]))
+@attend_chunk.register_fake
+def _(q: Tensor, *others) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
 def gate_heads(heads: Tensor, gate: Tensor, activation: str) -> Tensor:

@@ -34,7 +34,7 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four
-from ops.products.units import byte_of_four, half, scale_and_min, signed_byte
+from ops.products.units import half, scale_and_min, signed_byte
 from ops.products.words import (
     dot_bytes,
     dot_five_bits,
@@ -200,8 +200,8 @@ def _multiply_two_bits(words, scales, operands, s):
         else:
             low, high = dot_two_bits(words[i], x, low, high)
         if s.word_scaled:
-            offset = byte_of_four(zero, i) * scales[4] + scales[5]
-            factor = byte_of_four(scale, i) * scales[1] + scales[2]
+            offset = (zero >> 8 * i & 0xFF).to(tl.float32) * scales[4] + scales[5]
+            factor = (scale >> 8 * i & 0xFF).to(tl.float32) * scales[1] + scales[2]
             total += ((low * 16 + high).to(tl.float32) * unit - offset * sums[i]) * factor
             low, high = tl.zeros(words[0].shape, tl.int32), tl.zeros(words[0].shape, tl.int32)
     if not s.word_scaled:

@@ -41,7 +41,6 @@ from ops.ranks.mailbox import (
     TokenInbox,
     count_call,
     load_call,
-    messages_of,
     words_of,
 )
 
@@ -290,14 +289,6 @@ class NormRouter:
     unscaled: bool = False  # scores are of the norm without its weight
 
 
-def rows_of(N: int, T: int) -> int:
-    """Return how many of a token's N scores a program of `norm_router` computes.
-
-    Each program norms the token. Of several tokens there are more programs than run at once.
-    """
-    return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
-
-
 def divide_token(N: int, D: int) -> tuple[int, int, int]:
     """Return programs that run at once, and the scores and numbers of a token that each stores."""
     rows = triton.next_power_of_2(triton.cdiv(N, MAX_PROGRAMS))
@@ -325,9 +316,9 @@ def norm_router(
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
-    expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. Raises ValueError for x or
-    weights that the kernel does not take.
+    expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows:
+    scores of a program; None: chosen. warps: of a program. Raises ValueError for x or weights that
+    the kernel does not take.
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
@@ -339,12 +330,14 @@ def norm_router(
         raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
     check_router(E, D, routing)
     if inbox is None:
-        rows = rows or rows_of(N, T)
+        # Each program norms the token. Of several tokens there are more programs than run at once.
+        several = (4, 2) if T > 1 else ()
+        rows = rows or next((n for n in several if N * T // n >= MANY_PROGRAMS), 1)
         programs = triton.cdiv(N, rows)
     else:
         programs, rows, share = divide_token(N, D)
         warps = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8
-        messages = dict(share=share, scale=scale, messages=messages_of(inbox))
+        messages = dict(share=share, scale=scale, messages=inbox.sizes)
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
     scores = x.new_empty(T, 1 + (of_experts is not None), N, dtype=torch.float32)
@@ -394,7 +387,7 @@ def add_branch(
     s, warps = Join(D, eps, branches=branches, scale=scale), 8
     if inbox is not None:
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
-        s = replace(s, messages=messages_of(inbox))
+        s = replace(s, messages=inbox.sizes)
     if added.norm is None:
         s, warps = replace(s, part=PART, early=True), 1
     tensors = x, added, None, None, Router(), Results(total=total)

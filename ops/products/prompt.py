@@ -331,4 +331,6 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     return try_kernels(GROUPED, partial(grouped_gemm, x, group_ends, *plain), library)
 
 
-grouped_mm.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[1]))
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])

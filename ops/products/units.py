@@ -22,12 +22,6 @@ def signed_byte(pair, K: tl.constexpr):
 
 
 @jit
-def byte_of_four(word, K: tl.constexpr):
-    """Convert unsigned byte K of int32 to fp32."""
-    return (word >> 8 * K & 0xFF).to(tl.float32)
-
-
-@jit
 def scale_and_min(pair, step):
     """Return scale and min of q4_k or q5_k, fp32.
 

@@ -218,4 +218,6 @@ def add_answer(y: Tensor, slots: Tensor, box: list[Tensor], dtype: torch.dtype) 
     return answer(y, Mailbox(*box), dtype)
 
 
-add_answer.register_fake(lambda y, _, box, dtype: torch.empty_like(y, dtype=dtype))
+@add_answer.register_fake
+def _(y: Tensor, slots: Tensor, box: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(y, dtype=dtype)

@@ -293,4 +293,6 @@ def page(
     return found.targets.clone()  # this kernel waits for the copies, so that later ones need not
 
 
-page.register_fake(lambda chosen, *_: torch.empty_like(chosen))
+@page.register_fake
+def _(chosen: Tensor, *others) -> Tensor:
+    return torch.empty_like(chosen)
