@@ -195,32 +195,23 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     for n in range(s.tiles):
         flat = expert * s.out + row + rows
         if s.of_rows:
-            factor = row_scale(weights, flat, s)
-            if s.loads == 2:
-                up_factor = row_scale(weights, I + flat, s)
+            factors = [row_scale(weights, I * i + flat, s) for i in s.of_loads]
         if bias is not None:
-            add = tl.load(bias + flat).to(tl.float32)
-            if s.loads == 2:
-                up_add = tl.load(bias + I + flat).to(tl.float32)
+            adds = [tl.load(bias + I * i + flat).to(tl.float32) for i in s.of_loads]
         next_row = tl.minimum((program + (n + 1) * multiplying) * s.rows, I - s.rows)
         more, both = n + 1 < s.tiles, (row, next_row)
-        gates, up, _, tiles = multiply_tile(
+        gates, ups, _, tiles = multiply_tile(
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
         )
-        gate = sum_lanes(gates[0], s)
-        if s.loads == 2:
-            up = sum_lanes(up, s)
+        totals = gates[0], ups
+        totals = [sum_lanes(totals[i], s) for i in s.of_loads]
         if s.of_rows:
-            gate *= factor
-            if s.loads == 2:
-                up *= up_factor
+            totals = [totals[i] * factors[i] for i in s.of_loads]
         if bias is not None:
-            gate += add
-            if s.loads == 2:
-                up += up_add
-        out = h + pair * I + row + rows
+            totals = [totals[i] + adds[i] for i in s.of_loads]
+        gate, out = totals[0], h + pair * I + row + rows
         if s.activation is not None:
-            gate = activate(gate, up, s.activation)
+            gate = activate(gate, totals[s.loads - 1], s.activation)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)

@@ -65,6 +65,7 @@ class Product(Codes):
     quads = property(lambda s: s.each * max(s.experts, 1))  # quads of x
     # What the kernel loads of a token's x: words of two numbers in bf16, else numbers.
     numbers = property(lambda s: s.quads * 4 * (1 if s.kind == "bf16" else s.fields))
+    of_loads = property(lambda s: tuple(range(s.loads)))  # 0, 1, ... of the loads
     token_numbers = property(lambda s: tuple(range(s.tokens)))  # 0, 1, ... of a program's tokens
     # Operands and units of a token's `QuantizedX`.
     quantized = property(lambda s: (s.quads * s.fields, s.units * s.quads))
