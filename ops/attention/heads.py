@@ -130,9 +130,8 @@ def keep_layout(x):
     spills, and 14 more barriers. GPUs of other makers do without.
     """
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
-        )
+        PTX: tl.constexpr = "mov.b32 $0, $1;"
+        return tl.inline_asm_elementwise(PTX, "=f,f", [x], tl.float32, is_pure=False, pack=1)
     else:
         return x
 
@@ -140,21 +139,16 @@ def keep_layout(x):
 @jit
 def prefetch(address, size):
     """Prefetch `size` bytes at an address, both multiples of 16, into L2: one thread does."""
-    tl.inline_asm_elementwise(
-        """{
+    PTX: tl.constexpr = """{
         .reg .pred first;
         .reg .u32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 first, thread, 0;
         @first cp.async.bulk.prefetch.L2.global [$1], $2;
         mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        (address.to(tl.int64), size),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        }"""
+    given = address.to(tl.int64), size
+    tl.inline_asm_elementwise(PTX, "=r,l,r", given, tl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -180,11 +180,8 @@ def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
 @jit
 def load_rows(weights, row, step, s: tl.constexpr):
     """Load a step of the rows from `row` on; if gated, of gate and of up."""
-    if s.gated:  # rows of gate past the end are rows of up: they are not stored
-        gate = _load_step(weights, row, step, s)
-        return gate, _load_step(weights, row + s.out // 2, step, s)
-    else:
-        return (_load_step(weights, row, step, s),)
+    # Rows of gate past the end are rows of up: they are not stored.
+    return [_load_step(weights, row + s.out // 2 * n, step, s) for n in s.products]
 
 
 @jit

@@ -182,10 +182,7 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
             chosen = quad // s.each + (s.total - s.experts)
         else:
             chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
-    found = (_load_chunk(weights, chosen, row, chunk, s),)
-    if s.loads == 2:
-        found = found + (_load_chunk(weights, chosen, row + s.out // 2, chunk, s),)
-    return found
+    return [_load_chunk(weights, chosen, row + s.out // 2 * i, chunk, s) for i in s.of_loads]
 
 
 @jit

@@ -74,14 +74,8 @@ class Ask:
 def post(flag, value):
     """Store an int32 once all that this program has stored is visible to the host."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-        "=r,l,r",
-        [flag, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    PTX: tl.constexpr = "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;"
+    tl.inline_asm_elementwise(PTX, "=r,l,r", [flag, value], tl.int32, is_pure=False, pack=1)
 
 
 # Grid [1], one warp: each of its threads stores the flag, after all stores of the warp.

@@ -58,19 +58,9 @@ def _begin_pass(
 # plain step, unscaled, so that the token is the same.
 @jit(do_not_specialize=("n",))
 def _check_drafts(
-    logits,
-    state,
-    passed,
-    last,
-    q,
-    ordered,
-    crowded,
-    good,
-    own,
-    n,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, state, passed, last, q, largest, results, n, s: tl.constexpr, PDL: tl.constexpr
 ):
+    (ordered, crowded), (good, own) = largest, results
     row = tl.program_id(0)
     sequence, at = row // (n + 1), row % (n + 1)
     controls = state.controls + sequence * s.controls
@@ -158,10 +148,10 @@ def verify_pass(
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
     s = Check(V, token_draw.GROUPS, stream=stream)
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
-    ordered, crowded = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
+    largest = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)
     own = torch.empty(B * T, dtype=torch.int64, device=device)
-    given = logits, state, passed, last, q, ordered, crowded
-    launch(_check_drafts, (B * T,), *given, good, own, n, settings=s)
+    given = logits, state, passed, last, q, largest, (good, own)
+    launch(_check_drafts, (B * T,), *given, n, settings=s)
     tensors = passed, last, good, own, state, result
     launch(_accept, (B,), *tensors, n, settings=Pass(V), warps=1)
