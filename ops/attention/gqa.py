@@ -247,12 +247,12 @@ def divide(
             *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
             one_part=tile.block * (2 if Q == 1 and not int8 else 1),
         )
-        # One query of a plain cache: a program takes half of a multiprocessor's shared memory or
-        # more, and all programs should run at once.
-        side_by_side = 1 if Q == 1 and not int8 else PROGRAMS
-        P = count_parts(B * s.pairs, length, tile.block, qkv.device, side_by_side)
-        if length <= s.one_part or (is_one_part and Q > 1):
-            P = 1
+        P = 1
+        if length > s.one_part and not (is_one_part and Q > 1):
+            # One query of a plain cache: a program takes half of a multiprocessor's shared memory
+            # or more, and all programs should run at once.
+            side_by_side = 1 if Q == 1 and not int8 else PROGRAMS
+            P = count_parts(B * s.pairs, length, tile.block, qkv.device, side_by_side)
         # One query of an int8 cache: as many parts as multiprocessors are one block. More parts
         # take longer to merge than their programs save (H100).
         processors = gpu_of(qkv.device).multiprocessors

@@ -35,14 +35,7 @@ from ops.products.branches import (
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router
 from ops.products.weights import Weight
-from ops.ranks.mailbox import (
-    MAX_PROGRAMS,
-    Messages,
-    TokenInbox,
-    count_call,
-    load_call,
-    words_of,
-)
+from ops.ranks.mailbox import MAX_PROGRAMS, Messages, TokenInbox, count_call, load_call, words_of
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them

@@ -166,8 +166,9 @@ def _dot_e2m1(word, x_low, x_high, low, high, table):
         }"""
     REGISTERS: tl.constexpr = "=r,=r,r,l,l,r,r,r,r,r,r"
     given = word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]
-    both = tl.int32, tl.int32
-    return tl.inline_asm_elementwise(PTX, REGISTERS, given, both, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        PTX, REGISTERS, given, (tl.int32, tl.int32), is_pure=True, pack=1
+    )
 
 
 @jit
