@@ -166,14 +166,8 @@ def push_all_reduce(
         rank=inbox.rank,
         ranks=len(inbox.peers),
     )
-    tensors = (
-        x.view(-1).view(torch.int32),
-        weights,
-        None if residual is None else residual.contiguous().view(-1).view(torch.int32),
-        y.view(-1).view(torch.int32),
-        inbox.peers,
-        inbox.calls,
-    )
-    grid = (triton.cdiv(words, WORDS),)
-    launch(_push_all_reduce, grid, *tensors, settings=settings, warps=1)
+    source, target = (tensor.view(-1).view(torch.int32) for tensor in (x, y))
+    add = None if residual is None else residual.contiguous().view(-1).view(torch.int32)
+    tensors = source, weights, add, target, inbox.peers, inbox.calls
+    launch(_push_all_reduce, (triton.cdiv(words, WORDS),), *tensors, settings=settings, warps=1)
     return y
