@@ -73,12 +73,11 @@ def _store(value, head, c, part: tl.constexpr, token, begin, places, s: tl.const
 @jit
 def _prepare(x, norm, rms, rotation, number, COUNT: tl.constexpr, s: tl.constexpr):
     """Norm and rotate some of COUNT heads at x -> [M, C]."""
-    a: tl.constexpr = s.layer
-    head = tl.minimum(number, COUNT - 1) * a.head_dim
+    head = tl.minimum(number, COUNT - 1) * s.layer.head_dim
     weight = None
     if norm is not None:
-        weight = load_head_norm(norm + head if a.full_norm else norm, rotation)
-    return load_head(x + head, weight, rms, rotation, a)
+        weight = load_head_norm(norm + head if s.layer.full_norm else norm, rotation)
+    return load_head(x + head, weight, rms, rotation, s.layer)
 
 
 # Grid [T]: a program prepares the heads of one token.

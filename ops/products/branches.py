@@ -99,11 +99,10 @@ def receive_again(memory, add, norm, inverse, factor, s: tl.constexpr, l: tl.con
 
     add: the residual as of `load_quads`. norm, inverse, factor: as of `load_branch_again`, or None.
     """
-    m: tl.constexpr = s.messages
     dtype: tl.constexpr = add[0].dtype
     messages = ()
-    for rank in tl.static_range(m.ranks):
-        messages = messages + (load_quads(memory + rank * m.stride, l, True),)
+    for rank in tl.static_range(s.messages.ranks):
+        messages = messages + (load_quads(memory + rank * s.messages.stride, l, True),)
     if norm is None:
         return [
             (add[k].to(tl.float32) + s.scale * _sum_field(messages, k, dtype, l)).to(dtype)

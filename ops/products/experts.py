@@ -130,8 +130,6 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     GATED: tl.constexpr = SHARED and choice.scores is not None
     CHOOSE: tl.constexpr = not SHARED and choice.scores is not None
     I: tl.constexpr = s.out // s.loads  # rows of the result
-    OPERANDS: tl.constexpr = s.quantized[0]
-    UNITS: tl.constexpr = s.quantized[1]
     PAIRS: tl.constexpr = s.pairs_of_row
     BY_ROWS: tl.constexpr = 1 if (CHOOSE or SHARED) and PAIRS else 0  # the grid's axis of rows
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
@@ -150,10 +148,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
-        if x.units is not None:
-            x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
-        else:
-            x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
+        numbers = x.numbers + token * (s.numbers if x.units is None else s.quantized[0])
+        units = None if x.units is None else x.units + token * s.quantized[1]
+        x = Operand(numbers, units, x.norm)
         if CHOOSE:
             scores, of_token = scores + token * s.routing.row, pair % PAIRS
             indices, factors = indices + token * PAIRS, factors + token * PAIRS

@@ -248,19 +248,13 @@ def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
-
-    Return factors of `decode`.
-    """
+def _pair_factors(pairs, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Repeat a pair of nvfp4's scales a lane for each of its units -> factors of `decode`."""
     R: tl.constexpr = s.rows // 8
-    if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
-        factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
-        return tl.reshape(factor, [R * s.warps * 256])
-    else:
-        return _of_units(e2m1_factor(scale, DTYPE), s)
+    even, odd = pair_factors(pairs, DTYPE)
+    factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
+    factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
+    return tl.reshape(factor, [R * s.warps * 256])
 
 
 @jit
@@ -287,8 +281,10 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 @jit
 def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
-    if s.e2m1:
-        return _unit_factors(tile[1], s, DTYPE)
+    if s.kind == "nvfp4":
+        return _pair_factors(tile[1], s, DTYPE)
+    elif s.e2m1:
+        return _of_units(e2m1_factor(tile[1], DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.sharing > 0:

@@ -161,7 +161,6 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
-    m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
@@ -212,7 +211,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if added.memory is not None:
         if indices is not None:
             _clear_choice(indices, s)
-        memory, inverse = added.memory + (call & 1) * m.half, 1.0
+        memory, inverse = added.memory + (call & 1) * s.messages.half, 1.0
         if added.norm is None:
             value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
         else:
@@ -267,7 +266,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
-        count_call(added.calls, call, m)
+        count_call(added.calls, call, s.messages)
 
 
 @dataclass(frozen=True)

@@ -97,18 +97,6 @@ def _find_outputs(block, columns, s: tl.constexpr):
 
 
 @jit
-def _activate_tile(sums, s: tl.constexpr):
-    """Return the activation of the sums [BM, BN], of which `_find_outputs` gives the order."""
-    if s.gated:
-        BM: tl.constexpr = sums.shape[0]
-        both = tl.reshape(sums, [BM, s.tile.outputs // 16, 2, 8])
-        gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
-        return tl.reshape(activate(gate, up, s.activation), [BM, s.block])
-    else:
-        return activate(sums, sums, s.activation)
-
-
-@jit
 def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.constexpr):
     """Store the results of sums of rows n [BN] of all experts' weights.
 
@@ -124,8 +112,12 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         sums = finish(sums, factor, s.kind, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
-    if s.activation is not None:
-        sums = _activate_tile(sums, s)
+    if s.gated:  # in the order of `_find_outputs`
+        both = tl.reshape(sums, [sums.shape[0], s.tile.outputs // 16, 2, 8])
+        gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
+        sums = tl.reshape(activate(gate, up, s.activation), [sums.shape[0], s.block])
+    elif s.activation is not None:
+        sums = activate(sums, sums, s.activation)
     place = y + rows.to(tl.int64) * s.results + results[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (results < s.results)[None, :])
 
