@@ -192,7 +192,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     for n in range(s.tiles):
         flat = expert * s.out + row + rows
         if s.of_rows:
-            factors = [row_scale(weights, I * i + flat, s) for i in s.of_loads]
+            scales = [row_scale(weights, I * i + flat, s) for i in s.of_loads]
         if bias is not None:
             adds = [tl.load(bias + I * i + flat).to(tl.float32) for i in s.of_loads]
         next_row = tl.minimum((program + (n + 1) * multiplying) * s.rows, I - s.rows)
@@ -203,7 +203,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         totals = gates[0], ups
         totals = [sum_lanes(totals[i], s) for i in s.of_loads]
         if s.of_rows:
-            totals = [totals[i] * factors[i] for i in s.of_loads]
+            totals = [totals[i] * scales[i] for i in s.of_loads]
         if bias is not None:
             totals = [totals[i] + adds[i] for i in s.of_loads]
         gate, out = totals[0], h + pair * I + row + rows
