@@ -293,10 +293,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     sink, gate = None, None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-    if PDL:
-        # Also without parts: the next kernel waits for this one, and so for `attend_kernel`.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # Also without parts: the next kernel waits for this one, and so for `attend_kernel`.
+    await_previous(PDL, EARLY=True)
     if parts == 1:
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)

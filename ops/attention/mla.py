@@ -265,9 +265,7 @@ def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     c = tl.arange(0, s.rank)[None, :]
     value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * s.rank + c
     weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
-        tl.extra.cuda.gdc_wait()
+    await_previous(PDL, EARLY=True)
     for i in range(s.each):
         token = tl.minimum(first + i, s.tokens - 1)  # the last: several times
         _, _, parts = _find_parts(x.positions, token // s.queries, s)

@@ -266,13 +266,7 @@ def gate_up(
 
 
 def gate_up_shared(
-    x: Tensor,
-    weight: Weight,
-    scores: Tensor,
-    routing: Routing,
-    activation: Activation = SWIGLU,
-    tiles: Tiles | None = None,
-    dtype: torch.dtype | None = None,
+    x: Tensor, weight: Weight, scores: Tensor, routing: Routing, activation: Activation = SWIGLU
 ) -> Tensor:
     """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], activated.
 
@@ -282,7 +276,7 @@ def gate_up_shared(
     """
     choice = Chosen(None, scores if routing.gated else None)
     routing = choice_of(scores.shape[-1] - routing.gated, routing)
-    return _launch_each(x, weight, choice, None, (activation, dtype, tiles), routing)
+    return _launch_each(x, weight, choice, None, (activation, None, None), routing)
 
 
 def multiply_each(
