@@ -4,7 +4,7 @@
                       `attend_kernel` does for up to 64 tokens, as a part of their attention
     _attend_prompt    attention with a sliding window or sinks
 
-For a window SDPA takes a mask of all positions, and for sinks longer heads. `_attend_prompt` reads
+SDPA takes a mask of all positions for a window, and longer heads for sinks. `_attend_prompt` reads
 the blocks of keys that some query sees, and begins the softmax with the sink.
 
 Letters: Q queries, the last of S positions; H query heads, K KV heads, C head dim. A program has M

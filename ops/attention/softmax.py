@@ -27,10 +27,10 @@ def dot(x, y, acc=None):
 def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
     """Add scores [M, N] of one block to a running softmax, where `seen` ([1 or M, N]).
 
-    As Milakov & Gimelshein 2018, algorithm 3. row_max, row_sum [M]: the maximum score and the sum
-    of exp(score - row_max) so far. All scores of a row may be -inf. Return the weights as factors
-    of the stored values (times value_scale [N], if not None), the factor [M, 1] of what was
-    accumulated, and the new row_max and row_sum.
+    Source: Milakov & Gimelshein 2018, algorithm 3. row_max, row_sum [M]: the maximum score and the
+    sum of exp(score - row_max) so far. All scores of a row may be -inf. Return the weights as
+    factors of the stored values (times value_scale [N], if not None), the factor [M, 1] that
+    rescales all accumulated so far, and the new row_max and row_sum.
     """
     scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))

@@ -358,8 +358,8 @@ def down(
     the result of padding is its residual. out [T, D]: where to store the result. shared: the last S
     of each token's experts, which are the weight's last.
 
-    What is loaded before the wait, so that the previous kernel must not write it: ops/README.md. If
-    x is a `QuantizedX`, the previous kernel made it.
+    ops/README.md lists the tensors that are loaded before the wait: the previous kernel must not
+    write these. If x is a `QuantizedX`, the previous kernel made it.
     """
     T, experts = indices.shape
     if send is not None and T > 1:

@@ -112,7 +112,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         sums = finish(sums, factor, s.kind, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
-    if s.gated:  # in the order of `_find_outputs`
+    if s.gated:  # `_find_outputs` gives their order
         both = tl.reshape(sums, [sums.shape[0], s.tile.outputs // 16, 2, 8])
         gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
         sums = tl.reshape(activate(gate, up, s.activation), [sums.shape[0], s.block])

@@ -68,7 +68,7 @@ class RowMemory:
         self.move(a, b, length, exchange=True)
 
     def move(self, source: int, target: int, length: int, exchange: bool) -> None:
-        """By the kernel, once for each size of words; without it view by view."""
+        """Launch the kernel, once for each size of words; without it move each view."""
         for size, planes in (self.planes or {}).items():
             grid, settings = (len(planes), PROGRAMS), Move(size, exchange)
             launch(_move, grid, planes, source, target, length, settings=settings)
