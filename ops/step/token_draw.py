@@ -33,8 +33,8 @@ RANKED = 8  # keys whose rank a program counts
 class Draw:
     """Settings of the kernels. A row has GROUPS * KEPT keys in `best`."""
 
-    V: int  # vocabulary
-    groups: int
+    V: int = 0  # vocabulary
+    groups: int = 0
     kept: int = KEPT
     run: int = RUN
     ranked: int = RANKED
