@@ -24,26 +24,6 @@ def load_rotation(rope, token, c, C: tl.constexpr, ROTARY_DIM: tl.constexpr, wid
 
 
 @jit
-def load_pairs(x, rotation, ROTARY_DIM: tl.constexpr):
-    """Load one head's numbers at x, and the numbers that RoPE pairs them with, both fp32 [M, C]."""
-    c, partner, _, _ = rotation
-    partner_x = x + partner
-    if ROTARY_DIM % 16 == 0:
-        # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
-        partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
-    partner_x = tl.load(partner_x).to(tl.float32)
-    return tl.load(x + c).to(tl.float32), partner_x
-
-
-@jit
-def load_rotated(x, rotation, ROTARY_DIM: tl.constexpr):
-    """Load one head at x -> [M, C] fp32, after RoPE. rotation: as of `load_rotation`."""
-    _, _, cos, sin = rotation
-    x, partner_x = load_pairs(x, rotation, ROTARY_DIM)
-    return x * cos + partner_x * sin
-
-
-@jit
 def load_head_norm(norm, rotation):
     """Load a head's norm weight for `load_head`: for the numbers, and for their partners.
 
@@ -63,8 +43,13 @@ def load_head(x, weight, rms, rotation, s: tl.constexpr):
     weight: as of `load_head_norm`; None: no norm. With s.full_norm the norm is over all heads and
     comes before the clip; rms is its factor.
     """
-    _, _, cos, sin = rotation
-    x, partner_x = load_pairs(x, rotation, s.rotary_dim)
+    c, partner, cos, sin = rotation
+    partner_x = x + partner
+    if s.rotary_dim % 16 == 0:
+        # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
+        partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
+    partner_x = tl.load(partner_x).to(tl.float32)
+    x = tl.load(x + c).to(tl.float32)
     if s.clip > 0 and not s.full_norm:
         partner_x, x = tl.clamp(partner_x, -s.clip, s.clip), tl.clamp(x, -s.clip, s.clip)
     if weight is not None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.heads import int8_codes, int8_scale, load_rotated, load_rotation, prefetch
+from ops.attention.heads import int8_codes, int8_scale, load_head, load_rotation, prefetch
 from ops.attention.softmax import PROGRAMS, count_parts, weigh
 from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
@@ -77,6 +77,7 @@ class LatentSettings:
     kv_row: int = 0
     parts: int = 1
     tile: Tile = Tile()
+    clip, full_norm = 0.0, False  # for `load_head`
 
     # Whether the kernels compute heads of these sizes.
     supported = property(lambda s: s.unrotated % 8 == 0 and has_tiles(s.rotary_dim, s.rank))
@@ -123,7 +124,7 @@ def _append_token(x, token, s: tl.constexpr):
     c, n = tl.arange(0, s.rank)[None, :], tl.arange(0, R)[None, :]
     weight = tl.load(x.kv_norm + c).to(tl.float32)
     rotation = load_rotation(x.rope, token, n, R, R, 2 * R, 0)
-    key = load_rotated(kv + s.rank, rotation, R).to(DTYPE)
+    key = load_head(kv + s.rank, None, 1.0, rotation, s).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / s.rank + s.eps)
     latent = (latent * weight).to(DTYPE)
@@ -230,7 +231,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
         numbers = tl.arange(0, R)[None, :]
         rotation = load_rotation(x.rope, token[:, None], numbers, R, R, 2 * R, 0)
         q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
-        rotated = load_rotated(q, rotation, R).to(DTYPE)
+        rotated = load_head(q, None, 1.0, rotation, s).to(DTYPE)
     else:
         q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
         rotated = tl.load(q + tl.arange(0, R)[None, :])
