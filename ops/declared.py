@@ -115,6 +115,8 @@ class BlockAdditions:
     """What a subclass of `model.Block` has."""
 
     has_ffn: bool = True  # False: it is attention alone, normed, plus its residual
+    # Its `before_attention`, `before_ffn` and `add_ffn` make each sublayer's x, and add its result.
+    mixes: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ runs the compiled blocks, which are the reference that tests compare with.
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,25 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     normed = materialize(block.attention_norm(x))
     x, _, *routing = block.forward(x, normed, context, next_norm)
     return x, *routing
+
+
+def before_attention(block: Block, x: Tensor, normed: Tensor | None, context: Context):
+    """Return what stands for x in a block that mixes, and attention's input [B, Q, D].
+
+    x: the residual; normed: its norm, None: not normed yet.
+    """
+    normed = materialize(block.attention_norm(x)) if normed is None else normed
+    return block.before_attention(x, normed, context)
+
+
+def before_ffn(block: Block, x: Any, y: Tensor) -> tuple[Any, Tensor]:
+    return block.before_ffn(x, y)
+
+
+def after_ffn(block: Block, x: Any, y: Tensor, next_norm: nn.Module | None):
+    """Return the residual after a block that mixes, and its norm, or itself without a norm."""
+    x, normed = block.add_ffn(x, y, next_norm or nn.Identity())
+    return x, x if next_norm is None else normed
 
 
 def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
@@ -92,6 +112,9 @@ class FusedRunner(CompiledRunner):
 
         self.compiled_core = core
         self.compiled_unfused = self.compile_few(run_unfused)
+        self.before_attention = self.compile_few(before_attention)
+        self.before_ffn = self.compile_few(before_ffn)
+        self.after_ffn = self.compile_few(after_ffn)
 
     def compile_few(self, function: Callable, **options) -> Callable:
         """Compile a function for a step's tokens. More, a prompt's, run it as it is.
@@ -205,10 +228,33 @@ class FusedRunner(CompiledRunner):
         if layer is None or not self.runs_layer(layer, x, context):
             share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
+        elif layer.mixes:
+            return self.mix(block, x, None if normed is x else normed, context, next_norm)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
         return x, x, *routing
+
+    def mix(
+        self, block: Block, x: Tensor, normed: Tensor | None, context: Context, next_norm: nn.Module
+    ):
+        """Do what `block` does for a block that mixes: Inductor's kernels run between ours.
+
+        normed: None, if x is not normed yet. The last block's result is not normed.
+        """
+        layer, last = self.layers[id(block)], next_norm is self.model.norm
+        share_code(x, normed, context=context)
+        x, h = self.before_attention(block, x, normed, context)
+        y = layer.attention.forward(h.flatten(0, 1), context, self.compiled_core, self.reach)
+        y = y.view_as(h)
+        share_code(y, *x)
+        x, h = self.before_ffn(block, x, y)
+        rows = h.flatten(0, 1)
+        y, *routing = layer.experts.forward(rows, rows, context.last)
+        y = y.view_as(h)
+        share_code(y, *x)
+        x, normed = self.after_ffn(block, x, y, None if last else next_norm)
+        return x, normed, *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
         return self.compiled_norm(model, normed) if self.is_fused else normed
@@ -216,7 +262,7 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        (B, Q, _), x = normed.shape, normed.flatten(0, 1)
+        (B, Q), x = normed.shape[:2], normed.flatten(0, 1)
         if last is not None and Q > 1:
             x = normed[torch.arange(B, device=x.device), last]
         head = self.head if len(x) <= self.max_tokens else None
@@ -262,9 +308,13 @@ class FusedRunner(CompiledRunner):
         """Whether a layer's kernels run for x [B, Q, D]. Of several ranks none may differ."""
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             return True
-        core, rows = layer.attention.empty_heads, x.flatten(0, 1)
+        core, T = layer.attention.empty_heads, context.positions.numel()
         key = id(layer), tuple(context.positions.shape), self.reach, context.last is None
-        return self.runs(key, lambda: layer.forward(rows, context, core, self.reach))
+
+        def launch() -> None:
+            layer.forward(x.new_empty(T, x.shape[-1]), context, core, self.reach)
+
+        return self.runs(key, launch)
 
     def runs(self, key: Hashable, launch: Callable) -> bool:
         """Whether the kernels that `launch` launches run on this GPU.

@@ -31,7 +31,6 @@ HOPPER = torch.device("cuda", 0)  # once `found` says so
 REFUSED = {
     "Phi-3.5-MoE": "no kernels for .*, or its norm",  # LayerNorm
     "DeepSeek-V3": "no kernels for SigmoidRoutedMoE",  # groups of experts
-    "Qwen3.8-Flash-Next": "no kernels for (Stream|Ngram)Block",
 }
 
 
@@ -166,12 +165,20 @@ TWO_RANKS = [
 ]
 
 
+# Inductor's kernels mix the streams: they may differ between ranks, and a router's scores with them.
+ONE_RANK = {"Qwen3.8-Flash-Next": "no kernels for another router"}
+
+
 @pytest.mark.parametrize("name", TWO_RANKS)
 @pytest.mark.parametrize("mode", ("bf16", "int4", "fp8b"))
 def test_shards_have_the_kernels_of_the_whole_model(name, mode):
     """Also where a rank's rows are no whole groups of the checkpoint."""
     model, shard = on_meta(name, mode), shard_on_meta(name, mode, "tensor")
     layers, whole = fused_layers(shard), fused_layers(model)
+    if name in ONE_RANK:
+        with pytest.raises(ValueError, match=ONE_RANK[name]):
+            FusedLayer(shard.layers[0])
+        return
     assert len(layers) == len(whole)
     assert not any(layer.experts.takes_tokens(2) for layer in layers.values())
     whole_experts = fused_layers(shard_on_meta(name, "bf16", "expert")).values()

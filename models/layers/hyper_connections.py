@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Linear, Transformer, new_parameter
 from models.tensors import Recipes, copy_of
+from ops.declared import BlockAdditions
 from ops.inductor import materialize
 
 
@@ -108,10 +109,22 @@ class StreamBlock(Block):
 
     def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Streams, Tensor]:
         """Streams and their norms [B, Q, S, D] -> streams after attention, and the FFN's input."""
-        x = Streams(x, self.attention_mixer.weights(normed))
-        y = self.attention(self.attention_mixer(normed), context)
+        x, h = self.before_attention(x, normed, context)
+        return self.before_ffn(x, self.attention(h, context))
+
+    def before_attention(
+        self, x: Tensor, normed: Tensor, context: Context
+    ) -> tuple[Streams, Tensor]:
+        """Streams and their norms [B, Q, S, D] -> streams, and attention's input [B, Q, D]."""
+        return Streams(x, self.attention_mixer.weights(normed)), self.attention_mixer(normed)
+
+    def before_ffn(self, x: Streams, y: Tensor) -> tuple[Streams, Tensor]:
+        """Add attention's output y [B, Q, D] -> streams, and the FFN's input [B, Q, D]."""
         x, normed = self.add_attention(x, y, self.ffn_norm)
         return Streams(x, self.ffn_mixer.weights(normed)), self.ffn_mixer(normed)
+
+    def fused_decode_settings(self) -> BlockAdditions:
+        return BlockAdditions(mixes=True)
 
 
 class StreamTransformer(Transformer):

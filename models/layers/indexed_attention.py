@@ -74,6 +74,8 @@ class Choice(NamedTuple):
 class IndexedAttention(GatedAttention):
     """[B, Q, D] -> same. args.index_sizes: an `IndexSizes`; others: as of `GatedAttention`."""
 
+    projections = ("wqkv", "windex"), "wo"  # inputs and output; `core` is between them
+
     def __init__(self, args):
         super().__init__(args)
         self.args, self.sizes = args, args.index_sizes
@@ -102,10 +104,21 @@ class IndexedAttention(GatedAttention):
         return JoinedState(cache, self.raw_keys, self.block_keys)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        index = None if self.block_keys is None else self.windex(x)
+        return self.wo(self.attend_by_index(self.wqkv(x), index, context))
+
+    def core(self, projected: Tensor, context: Context) -> Tensor:
+        """The results of both projections, joined -> the input of the last product."""
+        (N, J, _, _), width = self.sizes, projected.shape[-1]
+        index = (N + 1) * J
+        return self.attend_by_index(*projected.split((width - index, index), dim=-1), context)
+
+    def attend_by_index(self, qkv: Tensor, index: Tensor | None, context: Context) -> Tensor:
+        """qkv as of `GatedAttention.core`, index [B, Q, (N + 1) J] -> [B, Q, H * C]."""
         if self.block_keys is not None:
-            chosen: dict = {self.window: self.choose(self.windex(x), context)}
+            chosen: dict = {self.window: self.choose(index, context)}
             context = context._replace(masks=chosen)
-        return super().forward(x, context)
+        return super().core(qkv, context)
 
     def choose(self, projected: Tensor, context: Context) -> Choice | None:
         """Append to the index, and choose blocks: projected [B, Q, (N + 1) J].
