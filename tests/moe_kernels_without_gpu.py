@@ -425,8 +425,8 @@ LAYERS = {
         SMALL
         | dict(n_layer=3, full_layers=(2,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
         | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32)
-        | dict(streams=3, stream_rank=32, index_heads=8, index_dim=16, index_budget=8)
-        | dict(ngram_layers=(1,), ngram_heads=2, ngram_dim=128, ngram_base=97, ngram_multiple=8),
+        | dict(streams=3, stream_rank=64, index_heads=8, index_dim=16, index_budget=8)
+        | dict(ngram_layers=(1,), ngram_heads=2, ngram_dim=256, ngram_base=97, ngram_multiple=8),
     ),
     "nemotron_h": (  # a mixer alone, then Mamba-2 and attention with experts without a gate
         NemotronHArgs,

@@ -442,10 +442,10 @@ SHARED = (
     "qwen3_next",
     "qwen3_5_moe",
     "laguna",
+    "qwen4_exp",
 )  # the shared expert has to be as wide as whole ones
 NOT_FUSED = (
     "phimoe",
-    "qwen4_exp",
     "gemma4",
     "kolibri1",
     *("deepseek_v2", "deepseek_v3", "kimi_linear"),

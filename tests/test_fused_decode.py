@@ -106,6 +106,8 @@ def test_kernels_are_described(monkeypatch):
     assert describe_kernels(on_ranks, CompiledRunner) == "Inductor (no GPU has run its kernels)"
     assert count_fused(lfm2) == 0 and count_fused(on_meta("GLM-4.5-Air", "int4")) == 6
     assert count_fused(on_meta("DeepSeek-V3", "bf16")) == 0  # its dense layers alone have some
+    streams = "Inductor: attention of 1, what is between sublayers"
+    assert describe("Qwen3.8-Flash-Next", "int4", hopper) == f"fused (6 of 6 layers; {streams})"
     phi = describe("Phi-3.5-MoE", "bf16", hopper)
     assert phi == "Inductor (layer 0: no kernels for Attention, or its norm)"
 

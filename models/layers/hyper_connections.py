@@ -61,14 +61,13 @@ class SublayerMixer(StreamMixer):
         # Never packed: an error of it is one of the sublayer's whole output.
         self.inject = Linear(args.streams * args.dim, args.streams)
 
-    def weights(self, normed: Tensor) -> Tensor:
-        """normed [..., S, D] -> [..., S].
+    def parts(self, normed: Tensor) -> Tensor:
+        """normed [..., S, D] -> what makes each stream's weight, [..., S, S].
 
         A sum for each stream of x: Inductor would split a longer one into two kernels.
         """
         rows = self.inject.weight.unflatten(1, normed.shape[-2:])
-        parts = torch.einsum("...sd,osd->...os", normed, rows)
-        return 2 * (parts.sum(dim=-1) / self.streams).sigmoid()
+        return torch.einsum("...sd,osd->...os", normed, rows)
 
 
 class LastNorm(StreamNorm):
@@ -86,7 +85,12 @@ class Streams(NamedTuple):
     """The residual while a sublayer runs."""
 
     x: Tensor  # [B, Q, S, D]
-    weights: Tensor  # [B, Q, S], of the sublayer's output
+    parts: Tensor  # [B, Q, S, S], of the weights of the sublayer's output
+
+    @property
+    def weights(self) -> Tensor:
+        """[B, Q, S]. Computed where the output is added: one kernel less."""
+        return 2 * (self.parts.sum(dim=-1) / self.x.shape[-2]).sigmoid()
 
 
 class StreamAddNorm(AddNorm):
@@ -94,7 +98,7 @@ class StreamAddNorm(AddNorm):
 
     def forward(self, x: Streams, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """x, y [T, D] or [B, Q, D] -> the new streams and their norms, [B, Q, S, D]."""
-        y = y.view(*x.weights.shape[:2], 1, -1)
+        y = y.view(*x.x.shape[:2], 1, -1)
         return super().forward(x.x, x.weights.unsqueeze(-1) * y, norm)
 
 
@@ -116,12 +120,12 @@ class StreamBlock(Block):
         self, x: Tensor, normed: Tensor, context: Context
     ) -> tuple[Streams, Tensor]:
         """Streams and their norms [B, Q, S, D] -> streams, and attention's input [B, Q, D]."""
-        return Streams(x, self.attention_mixer.weights(normed)), self.attention_mixer(normed)
+        return Streams(x, self.attention_mixer.parts(normed)), self.attention_mixer(normed)
 
     def before_ffn(self, x: Streams, y: Tensor) -> tuple[Streams, Tensor]:
         """Add attention's output y [B, Q, D] -> streams, and the FFN's input [B, Q, D]."""
         x, normed = self.add_attention(x, y, self.ffn_norm)
-        return Streams(x, self.ffn_mixer.weights(normed)), self.ffn_mixer(normed)
+        return Streams(x, self.ffn_mixer.parts(normed)), self.ffn_mixer(normed)
 
     def fused_decode_settings(self) -> BlockAdditions:
         return BlockAdditions(mixes=True)

@@ -280,11 +280,11 @@ def is_chosen(chosen: Tensor, positions: Tensor, ratio: int, length: int) -> Ten
     queries, below `length`.
     """
     complete, blocks = complete_blocks(positions, ratio), -(-length // ratio)
-    index = torch.arange(blocks, device=chosen.device)
+    # Not zeros: with PDL, Inductor's kernel that reads nothing would not wait for the one before.
+    found = torch.arange(blocks + 1, device=chosen.device) == complete
     # Blocks that are not complete are put past the end.
-    found = torch.zeros(*positions.shape, blocks + 1, dtype=torch.bool, device=chosen.device)
     found = found.scatter(-1, torch.where(chosen < complete, chosen, blocks), True)[..., :-1]
-    found = (found | (index == complete)).repeat_interleave(ratio, dim=-1)[..., :length]
+    found = found.repeat_interleave(ratio, dim=-1)[..., :length]
     return found & (torch.arange(length, device=chosen.device) <= positions.unsqueeze(-1))
 
 
