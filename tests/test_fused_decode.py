@@ -167,7 +167,7 @@ TWO_RANKS = [
 ]
 
 
-# Inductor's kernels mix the streams: they may differ between ranks, and a router's scores with them.
+# Inductor's kernels mix streams: scores would differ between ranks, which could choose differently.
 ONE_RANK = {"Qwen3.8-Flash-Next": "no kernels for another router"}
 
 
