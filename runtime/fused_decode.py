@@ -40,23 +40,18 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     return x, *routing
 
 
-def before_attention(block: Block, x: Tensor, normed: Tensor | None, context: Context):
-    """Return what stands for x in a block that mixes, and attention's input [B, Q, D].
-
-    x: the residual; normed: its norm, None: not normed yet.
-    """
-    normed = materialize(block.attention_norm(x)) if normed is None else normed
-    return block.before_attention(x, normed, context)
+def before_attention(block: Any, x: Tensor, context: Context) -> tuple[tuple, Tensor]:
+    """Return what stands for the residual x in a block that mixes, and attention's x [B, Q, D]."""
+    return block.before_attention(x, materialize(block.attention_norm(x)), context)
 
 
-def before_ffn(block: Block, x: Any, y: Tensor) -> tuple[Any, Tensor]:
+def before_ffn(block: Any, x: tuple, y: Tensor) -> tuple[tuple, Tensor]:
     return block.before_ffn(x, y)
 
 
-def after_ffn(block: Block, x: Any, y: Tensor, next_norm: nn.Module | None):
-    """Return the residual after a block that mixes, and its norm, or itself without a norm."""
-    x, normed = block.add_ffn(x, y, next_norm or nn.Identity())
-    return x, x if next_norm is None else normed
+def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
+    """Return the residual after a block that mixes."""
+    return block.add_ffn(x, y, nn.Identity())[0]
 
 
 def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
@@ -229,32 +224,29 @@ class FusedRunner(CompiledRunner):
             share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
         elif layer.mixes:
-            return self.mix(block, x, None if normed is x else normed, context, next_norm)
+            x, *routing = self.mix(block, layer, x, context)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
         return x, x, *routing
 
-    def mix(
-        self, block: Block, x: Tensor, normed: Tensor | None, context: Context, next_norm: nn.Module
-    ):
-        """Do what `block` does for a block that mixes: Inductor's kernels run between ours.
+    def mix(self, block: Block, layer: FusedLayer, x: Tensor, context: Context):
+        """Run a block that mixes: what it does between the kernels is compiled.
 
-        normed: None, if x is not normed yet. The last block's result is not normed.
+        x: the residual -> that after the block, expert_indices, expert_weights [T, A].
         """
-        layer, last = self.layers[id(block)], next_norm is self.model.norm
-        share_code(x, normed, context=context)
-        x, h = self.before_attention(block, x, normed, context)
+        share_code(x, context=context)
+        streams, h = self.before_attention(block, x, context)
         y = layer.attention.forward(h.flatten(0, 1), context, self.compiled_core, self.reach)
-        y = y.view_as(h)
-        share_code(y, *x)
-        x, h = self.before_ffn(block, x, y)
+        streams, h = self.run_between(self.before_ffn, block, streams, y.view_as(h))
         rows = h.flatten(0, 1)
         y, *routing = layer.experts.forward(rows, rows, context.last)
-        y = y.view_as(h)
-        share_code(y, *x)
-        x, normed = self.after_ffn(block, x, y, None if last else next_norm)
-        return x, normed, *routing
+        return self.run_between(self.after_ffn, block, streams, y.view_as(h)), *routing
+
+    @staticmethod
+    def run_between(function: Callable, block: Block, streams: tuple, y: Tensor):
+        share_code(y, *streams)
+        return function(block, streams, y)
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
         return self.compiled_norm(model, normed) if self.is_fused else normed

@@ -62,12 +62,13 @@ class SublayerMixer(StreamMixer):
         self.inject = Linear(args.streams * args.dim, args.streams)
 
     def parts(self, normed: Tensor) -> Tensor:
-        """normed [..., S, D] -> what makes each stream's weight, [..., S, S].
+        """normed [..., S, D] -> what makes each stream's weight, fp32 [..., S, S].
 
-        A sum for each stream of x: Inductor would split a longer one into two kernels.
+        Sums over the numbers of one stream, as those of the norm: Inductor has one kernel for all.
         """
         rows = self.inject.weight.unflatten(1, normed.shape[-2:])
-        return torch.einsum("...sd,osd->...os", normed, rows)
+        sums = [(normed.float() * row.float()).sum(dim=-1) for row in rows]
+        return torch.stack(sums, dim=-2)
 
 
 class LastNorm(StreamNorm):
@@ -85,12 +86,13 @@ class Streams(NamedTuple):
     """The residual while a sublayer runs."""
 
     x: Tensor  # [B, Q, S, D]
-    parts: Tensor  # [B, Q, S, S], of the weights of the sublayer's output
+    parts: Tensor  # fp32 [B, Q, S, S], of the weights of the sublayer's output
 
     @property
     def weights(self) -> Tensor:
         """[B, Q, S]. Computed where the output is added: one kernel less."""
-        return 2 * (self.parts.sum(dim=-1) / self.x.shape[-2]).sigmoid()
+        sums = self.parts.sum(dim=-1) / self.x.shape[-2]
+        return (2 * sums.sigmoid()).to(self.x.dtype)
 
 
 class StreamAddNorm(AddNorm):

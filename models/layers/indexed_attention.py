@@ -110,8 +110,8 @@ class IndexedAttention(GatedAttention):
     def core(self, projected: Tensor, context: Context) -> Tensor:
         """The results of both projections, joined -> the input of the last product."""
         (N, J, _, _), width = self.sizes, projected.shape[-1]
-        index = (N + 1) * J
-        return self.attend_by_index(*projected.split((width - index, index), dim=-1), context)
+        qkv, index = projected.split((width - (N + 1) * J, (N + 1) * J), dim=-1)
+        return self.attend_by_index(qkv, index, context)
 
     def attend_by_index(self, qkv: Tensor, index: Tensor | None, context: Context) -> Tensor:
         """qkv as of `GatedAttention.core`, index [B, Q, (N + 1) J] -> [B, Q, H * C]."""
