@@ -231,7 +231,7 @@ class FusedRunner(CompiledRunner):
         return x, x, *routing
 
     def mix(self, block: Block, layer: FusedLayer, x: Tensor, context: Context):
-        """Run a block that mixes: what it does between the kernels is compiled.
+        """Run a block that mixes: its own functions are compiled, and run between the kernels.
 
         x: the residual -> that after the block, expert_indices, expert_weights [T, A].
         """

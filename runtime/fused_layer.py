@@ -511,10 +511,10 @@ class FusedLayer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D], not normed -> x after the block, expert_indices, expert_weights [T, A].
 
-        Of a block that mixes (`BlockAdditions`) these are the kernels alone: `FusedRunner.mix` runs
-        the block's functions between them, too. The tokens are those of `context.positions` [B, Q],
-        in order. core: (attention, projected [B, Q, N], context) -> heads, by `Attention.core`. It
-        is called where no kernel computes that. reach: as of `attend_tokens`.
+        The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
+        [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
+        that. reach: as of `attend_tokens`. `FusedRunner.mix` takes the place of this for a block
+        that mixes (`BlockAdditions`): here its kernels are launched without its own functions.
         """
         attended = self.attention.forward(x, context, core, reach)
         return self.experts.forward(x, attended, context.last)
