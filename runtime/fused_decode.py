@@ -238,15 +238,12 @@ class FusedRunner(CompiledRunner):
         share_code(x, context=context)
         streams, h = self.before_attention(block, x, context)
         y = layer.attention.forward(h.flatten(0, 1), context, self.compiled_core, self.reach)
-        streams, h = self.run_between(self.before_ffn, block, streams, y.view_as(h))
+        share_code(y := y.view_as(h), *streams)
+        streams, h = self.before_ffn(block, streams, y)
         rows = h.flatten(0, 1)
         y, *routing = layer.experts.forward(rows, rows, context.last)
-        return self.run_between(self.after_ffn, block, streams, y.view_as(h)), *routing
-
-    @staticmethod
-    def run_between(function: Callable, block: Block, streams: tuple, y: Tensor):
-        share_code(y, *streams)
-        return function(block, streams, y)
+        share_code(y := y.view_as(h), *streams)
+        return self.after_ffn(block, streams, y), *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
         return self.compiled_norm(model, normed) if self.is_fused else normed
