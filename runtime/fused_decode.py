@@ -31,6 +31,7 @@ from runtime.verification import ACCEPT_STREAM
 PROMPT_CHUNKS = 8, 32, 64  # tokens of a prompt's chunk
 # Embedding, RoPE and masks do not depend on each other: Inductor makes one kernel of them.
 BEGIN_OPTIONS = {"combo_kernels": True}
+NO_NORM = nn.Identity()
 
 
 def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module):
@@ -51,7 +52,7 @@ def before_ffn(block: Any, x: tuple, y: Tensor) -> tuple[tuple, Tensor]:
 
 def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
     """Return the residual after a block that mixes."""
-    return block.add_ffn(x, y, nn.Identity())[0]
+    return block.add_ffn(x, y, NO_NORM)[0]
 
 
 def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:

@@ -140,7 +140,7 @@ def test_a_mixer_is_transformers(model):
             continue
         normed = norm(x)
         torch.testing.assert_close(mixer(normed), want[0])
-        torch.testing.assert_close(Streams(x, mixer.parts(normed)).weights, want[2])
+        torch.testing.assert_close(Streams(x, mixer.parts(normed)).weights(), want[2])
 
 
 def test_a_sublayers_output_is_added_with_each_streams_weight(model):

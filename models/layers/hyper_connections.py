@@ -88,9 +88,8 @@ class Streams(NamedTuple):
     x: Tensor  # [B, Q, S, D]
     parts: Tensor  # fp32 [B, Q, S, S], of the weights of the sublayer's output
 
-    @property
     def weights(self) -> Tensor:
-        """[B, Q, S]. Computed where the output is added: one kernel less."""
+        """Return [B, Q, S]. Computed where the output is added: one kernel less."""
         sums = self.parts.sum(dim=-1) / self.x.shape[-2]
         return (2 * sums.sigmoid()).to(self.x.dtype)
 
@@ -101,7 +100,7 @@ class StreamAddNorm(AddNorm):
     def forward(self, x: Streams, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """x, y [T, D] or [B, Q, D] -> the new streams and their norms, [B, Q, S, D]."""
         y = y.view(*x.x.shape[:2], 1, -1)
-        return super().forward(x.x, x.weights.unsqueeze(-1) * y, norm)
+        return super().forward(x.x, x.weights().unsqueeze(-1) * y, norm)
 
 
 class StreamBlock(Block):
