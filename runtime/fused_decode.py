@@ -42,7 +42,7 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
 
 
 def before_attention(block: Any, x: Tensor, context: Context) -> tuple[tuple, Tensor]:
-    """Return what stands for the residual x in a block that mixes, and attention's x [B, Q, D]."""
+    """Return what stands for the residual x in a block with mixers, and the norm of it."""
     return block.before_attention(x, materialize(block.attention_norm(x)), context)
 
 
@@ -50,8 +50,12 @@ def before_ffn(block: Any, x: tuple, y: Tensor) -> tuple[tuple, Tensor]:
     return block.before_ffn(x, y)
 
 
+def run_combine(mixer: Any, normed: Tensor, products: Tensor) -> Tensor:
+    return mixer.combine(normed, products)
+
+
 def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
-    """Return the residual after a block that mixes."""
+    """Return the residual after a block with mixers."""
     return block.add_ffn(x, y, NO_NORM)[0]
 
 
@@ -98,7 +102,7 @@ class FusedRunner(CompiledRunner):
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile(last_norm)
-        compiled_core = self.compile_few(run_core)
+        compiled_core, compiled_combine = map(self.compile_few, (run_core, run_combine))
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
             if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
@@ -106,7 +110,11 @@ class FusedRunner(CompiledRunner):
             share_code(projected, context=context)
             return compiled_core(attention, projected, context)
 
-        self.compiled_core = core
+        def combine(mixer: nn.Module, normed: Tensor, products: Tensor) -> Tensor:
+            share_code(normed, products)
+            return compiled_combine(mixer, normed, products)
+
+        self.compiled_core, self.compiled_combine = core, combine
         self.compiled_unfused = self.compile_few(run_unfused)
         self.before_attention = self.compile_few(before_attention)
         self.before_ffn = self.compile_few(before_ffn)
@@ -224,7 +232,7 @@ class FusedRunner(CompiledRunner):
         if layer is None or not self.runs_layer(layer, x, context):
             share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
-        elif layer.mixes:
+        elif layer.mixers:
             x, *routing = self.mix(block, layer, x, context)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
@@ -232,18 +240,20 @@ class FusedRunner(CompiledRunner):
         return x, x, *routing
 
     def mix(self, block: Block, layer: FusedLayer, x: Tensor, context: Context):
-        """Run a block that mixes: its own functions are compiled, and run between the kernels.
+        """Run a block with mixers: its own functions are compiled, and run between the kernels.
 
         x: the residual -> that after the block, expert_indices, expert_weights [T, A].
         """
+        place, (first, second) = context.positions.shape, layer.mixers
         share_code(x, context=context)
-        streams, h = self.before_attention(block, x, context)
-        y = layer.attention.forward(h.flatten(0, 1), context, self.compiled_core, self.reach)
-        share_code(y := y.view_as(h), *streams)
-        streams, h = self.before_ffn(block, streams, y)
-        rows = h.flatten(0, 1)
+        streams, normed = self.before_attention(block, x, context)
+        rows = first.forward(normed, self.compiled_combine)
+        y = layer.attention.forward(rows, context, self.compiled_core, self.reach)
+        share_code(y := y.view(*place, -1), *streams)
+        streams, normed = self.before_ffn(block, streams, y)
+        rows = second.forward(normed, self.compiled_combine)
         y, *routing = layer.experts.forward(rows, rows, context.last)
-        share_code(y := y.view_as(h), *streams)
+        share_code(y := y.view(*place, -1), *streams)
         return self.after_ffn(block, streams, y), *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:

@@ -489,6 +489,31 @@ def stack(
     return replace(weight, parts=tuple(parts))
 
 
+class FusedMixer:
+    """The products of a mixer (`BlockAdditions.mixers`) for a few tokens.
+
+    Raises ValueError for weights that the kernels do not multiply.
+    """
+
+    def __init__(self, mixer: nn.Module):
+        self.module, self.scale = mixer, mixer.scale
+        self.down, self.up = kernel_weight(mixer.down), kernel_weight(mixer.up)
+
+    def forward(self, normed: Tensor, combine) -> Tensor:
+        """normed [B, Q, ...] -> a sublayer's x [T, D].
+
+        combine: (mixer, normed, products [B, Q, out]) -> x [B, Q, D], by the mixer's `combine`.
+        """
+        B, Q = normed.shape[:2]
+        products = self.multiply(normed.view(B * Q, -1)).view(B, Q, -1)
+        return combine(self.module, normed, products).flatten(0, 1)
+
+    def multiply(self, normed: Tensor) -> Tensor:
+        """normed [T, in] -> up silu(scale down normed), [T, out]."""
+        h = dense.dense_product(normed, self.down, scale=self.scale, silu=True)
+        return dense.dense_product(h, self.up)
+
+
 class FusedLayer:
     """A block's kernels for a few tokens. It shares the block's parameters and cache.
 
@@ -500,7 +525,8 @@ class FusedLayer:
 
     def __init__(self, block: Block, experts: type[FusedExperts] = FusedExperts):
         added = settings_of(block, Block, BlockAdditions)
-        self.mixes, self.attention = added.mixes, FusedAttention(block)
+        self.attention = FusedAttention(block)
+        self.mixers = [FusedMixer(mixer) for mixer in added.mixers or ()]
         if isinstance(block.ffn, MoE):
             self.experts = experts(block)
         else:
@@ -514,8 +540,10 @@ class FusedLayer:
         The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
         [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
         that. reach: as of `attend_tokens`. `FusedRunner.mix` takes the place of this for a block
-        that mixes (`BlockAdditions`): here its kernels are launched without its own functions.
+        with mixers: here its kernels are launched without its own functions.
         """
+        for mixer in self.mixers:
+            mixer.multiply(x.new_empty(len(x), 4 * mixer.down.quads * mixer.down.fields))
         attended = self.attention.forward(x, context, core, reach)
         return self.experts.forward(x, attended, context.last)
 

@@ -90,9 +90,9 @@ class ResidualSum:
 def norm_and_sum(block: Block, sublayer: str) -> tuple[nn.Module | None, ResidualSum]:
     """Return the norm before a block's "attention" or "ffn", and the sum after it.
 
-    None and an empty sum for a block that computes both itself (`BlockAdditions.mixes`). Raises
+    None and an empty sum for a block that computes both itself (`BlockAdditions.mixers`). Raises
     ValueError as `ResidualSum`.
     """
-    if settings_of(block, Block, BlockAdditions).mixes:
+    if settings_of(block, Block, BlockAdditions).mixers:
         return None, ResidualSum(None)
     return getattr(block, f"{sublayer}_norm"), ResidualSum(getattr(block, f"add_{sublayer}"))

@@ -91,7 +91,7 @@ def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> 
         layers = fused_layers(model, runner_class.make_layer).values()
         attention = sum(not hasattr(layer.attention.attention, "takes") for layer in layers)
         by_inductor = [f"attention of {attention}"] if attention else []
-        if any(layer.mixes for layer in layers):
+        if any(layer.mixers for layer in layers):
             by_inductor.append("what is between sublayers")
         rest = f"; Inductor: {', '.join(by_inductor)}" if by_inductor else ""
         return f"fused ({len(layers)} of {len(model.layers)} layers{rest})"

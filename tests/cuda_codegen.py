@@ -40,7 +40,7 @@ from models.random_weights import first_layers
 from ops.inductor import configure_inductor, materialize
 from ops.plain.attention import Mask, attend, attend_blocks, blocks_in_use
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import BEGIN_OPTIONS, before_ffn, begin_plainly
+from runtime.fused_decode import BEGIN_OPTIONS, before_ffn, begin_plainly, run_combine
 from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
@@ -294,14 +294,17 @@ def ngrams(args: ModelArgs, format: str | None = None):
 
 
 def between_sublayers(args: ModelArgs):
-    """What a block with residual streams computes after attention, for its experts, one token."""
+    """What Inductor computes of residual streams for the experts, one token."""
     layer, S = fake_block(args, 0), args.streams
 
-    def step(x: Tensor, parts: Tensor, y: Tensor) -> tuple[tuple, Tensor]:
-        return before_ffn(layer, Streams(x, parts), y)
+    def step(x: Tensor, parts: Tensor, y: Tensor, products: Tensor) -> tuple[tuple, Tensor]:
+        streams, normed = before_ffn(layer, Streams(x, parts), y)
+        return streams, run_combine(layer.ffn_mixer, normed, products)
 
-    x, y = fake_empty(1, 1, S, args.dim), fake_empty(1, 1, args.dim)
-    return step, (x, fake_empty(1, 1, S, S, dtype=torch.float32), y)
+    x, y, products = (
+        fake_empty(1, 1, *shape) for shape in ((S, args.dim), (args.dim,), (S * args.dim,))
+    )
+    return step, (x, fake_empty(1, 1, S, S, dtype=torch.float32), y, products)
 
 
 # All cases ----------------------------------------------------------------------------------------

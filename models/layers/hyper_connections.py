@@ -42,15 +42,17 @@ class StreamMixer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        self.streams = args.streams
-        width = args.streams * args.dim
+        self.scale, width = 1 / args.streams, args.streams * args.dim
         self.down = Linear(width, args.stream_rank)
         self.up = Linear(args.stream_rank, width)
 
     def forward(self, normed: Tensor) -> Tensor:
-        h = F.silu(self.down(normed.flatten(-2)) / self.streams)
-        shares = self.up(materialize(h)).sigmoid().view_as(normed)
-        return materialize((shares * normed).mean(dim=-2))
+        h = F.silu(self.down(normed.flatten(-2)) * self.scale)
+        return self.combine(normed, self.up(materialize(h)))
+
+    def combine(self, normed: Tensor, shares: Tensor) -> Tensor:
+        """normed [..., S, D], the results of `up` [..., S D] -> [..., D]."""
+        return materialize((shares.sigmoid().view_as(normed) * normed).mean(dim=-2))
 
 
 class SublayerMixer(StreamMixer):
@@ -114,22 +116,23 @@ class StreamBlock(Block):
 
     def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Streams, Tensor]:
         """Streams and their norms [B, Q, S, D] -> streams after attention, and the FFN's input."""
-        x, h = self.before_attention(x, normed, context)
-        return self.before_ffn(x, self.attention(h, context))
+        x, normed = self.before_attention(x, normed, context)
+        x, normed = self.before_ffn(x, self.attention(self.attention_mixer(normed), context))
+        return x, self.ffn_mixer(normed)
 
     def before_attention(
         self, x: Tensor, normed: Tensor, context: Context
     ) -> tuple[Streams, Tensor]:
-        """Streams and their norms [B, Q, S, D] -> streams, and attention's input [B, Q, D]."""
-        return Streams(x, self.attention_mixer.parts(normed)), self.attention_mixer(normed)
+        """Streams and their norms [B, Q, S, D] -> streams, and the norms of them."""
+        return Streams(x, self.attention_mixer.parts(normed)), normed
 
     def before_ffn(self, x: Streams, y: Tensor) -> tuple[Streams, Tensor]:
-        """Add attention's output y [B, Q, D] -> streams, and the FFN's input [B, Q, D]."""
+        """Add attention's output y [B, Q, D] -> streams, and their norms [B, Q, S, D]."""
         x, normed = self.add_attention(x, y, self.ffn_norm)
-        return Streams(x, self.ffn_mixer.parts(normed)), self.ffn_mixer(normed)
+        return Streams(x, self.ffn_mixer.parts(normed)), normed
 
     def fused_decode_settings(self) -> BlockAdditions:
-        return BlockAdditions(mixes=True)
+        return BlockAdditions(mixers=(self.attention_mixer, self.ffn_mixer))
 
 
 class StreamTransformer(Transformer):
