@@ -101,7 +101,7 @@ class FusedRunner(CompiledRunner):
         self.begins_fused = self.can_begin_fused(model)
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
-        self.compiled_norm = self.compile(last_norm)
+        self.compiled_norm = self.compile_few(last_norm)
         compiled_core, compiled_combine = map(self.compile_few, (run_core, run_combine))
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
@@ -262,14 +262,20 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        (B, Q), x = normed.shape[:2], normed.flatten(0, 1)
-        if last is not None and Q > 1:
-            x = normed[torch.arange(B, device=x.device), last]
-        head = self.head if len(x) <= self.max_tokens else None
-        if head is not None and self.runs(("head", len(x)), lambda: head.forward(x)):
-            return head.forward(x).view(*normed.shape[: 2 if last is None else 1], -1)
-        share_code(normed)
-        return self.compiled_end_tokens(model, normed, last)
+        place, D = normed.shape[:2], normed.shape[-1]
+        count = place.numel() if last is None else place[0]
+        head = self.head if count <= self.max_tokens else None
+        launch = lambda: head.forward(normed.new_empty(count, D))  # noqa: E731
+        if head is None or not self.runs(("head", count), launch):
+            share_code(normed)
+            return self.compiled_end_tokens(model, normed, last)
+        if head.norm is None:
+            share_code(normed)
+            normed = self.compiled_norm(model, normed)
+        x = normed.flatten(0, 1)
+        if last is not None and place[1] > 1:
+            x = normed[torch.arange(len(normed), device=x.device), last]
+        return head.forward(x).view(*place[: 2 if last is None else 1], -1)
 
     def sample_step(self, rule: Callable) -> Callable:
         compiled = super().sample_step(rule)
