@@ -543,7 +543,7 @@ class FusedLayer:
         with mixers: here its kernels are launched without its own functions.
         """
         for mixer in self.mixers:
-            mixer.multiply(x.new_empty(len(x), 4 * mixer.down.quads * mixer.down.fields))
+            mixer.multiply(x.new_empty(len(x), mixer.down.width))
         attended = self.attention.forward(x, context, core, reach)
         return self.experts.forward(x, attended, context.last)
 
