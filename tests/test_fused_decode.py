@@ -18,7 +18,7 @@ from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdd
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
 from ops.products.few_tokens import FewTiles
-from ops.products.weights import Weight, has_kernels, packed_weight, plain_weight
+from ops.products.weights import has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
 from runtime.fused_head import fused_head
@@ -461,20 +461,6 @@ def why_not_fused_layer(fork) -> str:
     with pytest.raises(ValueError) as error:
         FusedLayer(fork.layers[0])
     return str(error.value)
-
-
-@pytest.mark.parametrize("rows", (2, 96, 320, 640, 4096))
-def test_computed_tiles_leave_no_multiprocessor_idle(rows, monkeypatch):
-    """Or there is a program for each row."""
-    monkeypatch.setattr(Weight, "multiprocessors", 132)
-    monkeypatch.setattr(tilings, "measured", dict)
-    weight = plain_weight(torch.zeros(rows, 256, dtype=torch.bfloat16))
-    tiles = tilings.choose_tiles(weight, weight.quads, 1)
-    assert tiles.rows == 1 or rows // tiles.rows >= 132
-    experts = plain_weight(torch.zeros(3, rows, 256, dtype=torch.bfloat16))
-    assert (
-        tilings.choose_tiles(experts, weight.quads, 1).rows == 8
-    )  # experts have programs of their own
 
 
 def test_a_head_after_a_norm_without_kernels_has_one():

@@ -8,7 +8,7 @@ measures and writes them. A shape or a GPU that is not there gets the default of
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -128,17 +128,9 @@ def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Til
     table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
     found = table.get(f"{weight.out}x{quads}")
     if found is None:
-        return for_all(DEFAULTS[kind, loads].tiles(quads), weight)
+        return DEFAULTS[kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
-
-
-def for_all(tiles: Tiles, weight: Weight) -> Tiles:
-    """Return tiles of fewer rows, if else some multiprocessors had no program of a dense weight."""
-    rows, is_dense = tiles.rows, weight.parts[0].dim() == 2
-    while is_dense and rows > 1 and weight.out < rows * weight.multiprocessors:
-        rows //= 2
-    return replace(tiles, rows=rows)
 
 
 def depth_of(quads: int, tiles: Tiles) -> int:
