@@ -86,7 +86,6 @@ class Qwen4ExpArgs(HybridArgs):
 class Qwen4ExpTransformer(StreamTransformer, HybridTransformer):
     args: Qwen4ExpArgs
     host_modules = IN_HOST_MEMORY
-    kernels_ran = False  # as of runtime/kernel_choice.py
 
     def make_block(self, args: Qwen4ExpArgs, layer: int) -> Block:
         if layer in args.ngram_layers:
