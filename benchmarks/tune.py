@@ -158,6 +158,9 @@ def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, bool, Acti
     if query is not None:
         yield "query", query, 0, True, None
     yield "output", attention.output[0], 0, False, None
+    for mixer in layer.mixers:
+        yield "mixer down", mixer.down, 0, False, None
+        yield "mixer up", mixer.up, 0, False, None
     if ffn := getattr(experts, "dense", None):
         for weight, _ in ffn.w13:
             yield "dense gate_up", weight, 0, True, None

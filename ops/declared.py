@@ -120,6 +120,10 @@ class BlockAdditions:
     """What a subclass of `model.Block` has."""
 
     has_ffn: bool = True  # False: it is attention alone, normed, plus its residual
+    # Modules that make attention's x and the FFN's of a norm: `combine` of it and of
+    # up silu(scale down norm). `before_attention`, `before_ffn` and `add_ffn` of the block add and
+    # norm. None: x is an RMSNorm of the residual.
+    mixers: tuple[nn.Module, nn.Module] | None = None
 
 
 @dataclass(frozen=True)

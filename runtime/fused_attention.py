@@ -111,9 +111,11 @@ class FusedDecodeAttention(Attention):
 def fused_attention(attention: nn.Module) -> nn.Module:
     """Return the layer with the kernel, if it is one that the kernel supports; else the layer.
 
-    A subclass of Attention is one only if its `fused_decode_settings()` lists its additions.
+    A subclass of Attention is one only if its `fused_decode_settings()` lists its additions, and
+    its `core` is no other by its `projections`.
     """
-    if undeclared(attention, Attention) or not isinstance(attention, Attention):
+    own_core = undeclared(attention, Attention) or hasattr(type(attention), "projections")
+    if own_core or not isinstance(attention, Attention):
         return attention
     return FusedDecodeAttention(attention, settings_of(attention, Attention, AttentionAdditions))
 

@@ -9,6 +9,7 @@ runs the compiled blocks, which are the reference that tests compare with.
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from runtime.verification import ACCEPT_STREAM
 PROMPT_CHUNKS = 8, 32, 64  # tokens of a prompt's chunk
 # Embedding, RoPE and masks do not depend on each other: Inductor makes one kernel of them.
 BEGIN_OPTIONS = {"combo_kernels": True}
+NO_NORM = nn.Identity()
 
 
 def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module):
@@ -37,6 +39,24 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
     normed = materialize(block.attention_norm(x))
     x, _, *routing = block.forward(x, normed, context, next_norm)
     return x, *routing
+
+
+def before_attention(block: Any, x: Tensor, context: Context) -> tuple[tuple, Tensor]:
+    """Return what stands for the residual x in a block with mixers, and the norm of it."""
+    return block.before_attention(x, materialize(block.attention_norm(x)), context)
+
+
+def before_ffn(block: Any, x: tuple, y: Tensor) -> tuple[tuple, Tensor]:
+    return block.before_ffn(x, y)
+
+
+def run_combine(mixer: Any, normed: Tensor, products: Tensor) -> Tensor:
+    return mixer.combine(normed, products)
+
+
+def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
+    """Return the residual after a block with mixers."""
+    return block.add_ffn(x, y, NO_NORM)[0]
 
 
 def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
@@ -81,8 +101,8 @@ class FusedRunner(CompiledRunner):
         self.begins_fused = self.can_begin_fused(model)
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
-        self.compiled_norm = self.compile(last_norm)
-        compiled_core = self.compile_few(run_core)
+        self.compiled_norm = self.compile_few(last_norm)
+        compiled_core, compiled_combine = map(self.compile_few, (run_core, run_combine))
 
         def core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
             if hasattr(attention, "fused_core"):  # of more tokens: its own kernels, in eager code
@@ -90,8 +110,15 @@ class FusedRunner(CompiledRunner):
             share_code(projected, context=context)
             return compiled_core(attention, projected, context)
 
-        self.compiled_core = core
+        def combine(mixer: nn.Module, normed: Tensor, products: Tensor) -> Tensor:
+            share_code(normed, products)
+            return compiled_combine(mixer, normed, products)
+
+        self.compiled_core, self.compiled_combine = core, combine
         self.compiled_unfused = self.compile_few(run_unfused)
+        self.before_attention = self.compile_few(before_attention)
+        self.before_ffn = self.compile_few(before_ffn)
+        self.after_ffn = self.compile_few(after_ffn)
 
     def compile_few(self, function: Callable, **options) -> Callable:
         """Compile a function for a step's tokens. More, a prompt's, run it as it is.
@@ -205,10 +232,29 @@ class FusedRunner(CompiledRunner):
         if layer is None or not self.runs_layer(layer, x, context):
             share_code(x, context=context)
             x, *routing = self.compiled_unfused(block, x, context, next_norm)
+        elif layer.mixers:
+            x, *routing = self.mix(block, layer, x, context)
         else:
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
         return x, x, *routing
+
+    def mix(self, block: Block, layer: FusedLayer, x: Tensor, context: Context):
+        """Run a block with mixers: its own functions are compiled, and run between the kernels.
+
+        x: the residual -> that after the block, expert_indices, expert_weights [T, A].
+        """
+        place, (first, second) = context.positions.shape, layer.mixers
+        share_code(x, context=context)
+        streams, normed = self.before_attention(block, x, context)
+        rows = first.forward(normed, self.compiled_combine)
+        y = layer.attention.forward(rows, context, self.compiled_core, self.reach)
+        share_code(y := y.view(*place, -1), *streams)
+        streams, normed = self.before_ffn(block, streams, y)
+        rows = second.forward(normed, self.compiled_combine)
+        y, *routing = layer.experts.forward(rows, rows, context.last)
+        share_code(y := y.view(*place, -1), *streams)
+        return self.after_ffn(block, streams, y), *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
         return self.compiled_norm(model, normed) if self.is_fused else normed
@@ -216,14 +262,20 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        (B, Q, _), x = normed.shape, normed.flatten(0, 1)
-        if last is not None and Q > 1:
-            x = normed[torch.arange(B, device=x.device), last]
-        head = self.head if len(x) <= self.max_tokens else None
-        if head is not None and self.runs(("head", len(x)), lambda: head.forward(x)):
-            return head.forward(x).view(*normed.shape[: 2 if last is None else 1], -1)
-        share_code(normed)
-        return self.compiled_end_tokens(model, normed, last)
+        place, D = normed.shape[:2], normed.shape[-1]
+        count = place.numel() if last is None else place[0]
+        head = self.head if count <= self.max_tokens else None
+        launch = lambda: head.forward(normed.new_empty(count, D))  # noqa: E731
+        if head is None or not self.runs(("head", count), launch):
+            share_code(normed)
+            return self.compiled_end_tokens(model, normed, last)
+        if head.norm is None:
+            share_code(normed)
+            normed = self.compiled_norm(model, normed)
+        x = normed.flatten(0, 1)
+        if last is not None and place[1] > 1:
+            x = normed[torch.arange(len(normed), device=x.device), last]
+        return head.forward(x).view(*place[: 2 if last is None else 1], -1)
 
     def sample_step(self, rule: Callable) -> Callable:
         compiled = super().sample_step(rule)
@@ -262,9 +314,13 @@ class FusedRunner(CompiledRunner):
         """Whether a layer's kernels run for x [B, Q, D]. Of several ranks none may differ."""
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             return True
-        core, rows = layer.attention.empty_heads, x.flatten(0, 1)
+        core, T = layer.attention.empty_heads, context.positions.numel()
         key = id(layer), tuple(context.positions.shape), self.reach, context.last is None
-        return self.runs(key, lambda: layer.forward(rows, context, core, self.reach))
+
+        def launch() -> None:
+            layer.forward(x.new_empty(T, x.shape[-1]), context, core, self.reach)
+
+        return self.runs(key, launch)
 
     def runs(self, key: Hashable, launch: Callable) -> bool:
         """Whether the kernels that `launch` launches run on this GPU.

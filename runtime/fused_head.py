@@ -4,24 +4,24 @@ import torch
 from torch import Tensor
 
 from model import Linear, RMSNorm, Transformer
-from ops.declared import NoAdditions
 from ops.products import dense
 from runtime.fused_layer import kernel_weight
-from runtime.plain_forms import settings_of
+from runtime.plain_forms import undeclared
 
 
 class FusedHead:
     """The last norm and the head, as one product.
 
+    norm: None, if the product has x normed already, since no kernel computes the model's norm.
     Raises ValueError for logits that are not the model's plain ones.
     """
 
     def __init__(self, model: Transformer):
-        head, self.norm = model.head, model.norm
+        head = model.head
         plain = type(head) is Linear or hasattr(head, "kernel_weight")
         if type(model).logits is not Transformer.logits or not plain or head.bias is not None:
             raise ValueError("no kernel for these logits")
-        settings_of(self.norm, RMSNorm, NoAdditions)
+        self.norm = None if undeclared(model.norm, RMSNorm) else model.norm
         self.weight = kernel_weight(head)
 
     def of_normed(self, normed: Tensor) -> Tensor:
@@ -30,8 +30,9 @@ class FusedHead:
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
-        weight = self.norm.weight
-        normed, norm = dense.norm_apart(x, weight, self.norm.eps, self.weight)
+        if self.norm is None:
+            return self.of_normed(x)
+        normed, norm = dense.norm_apart(x, self.norm.weight, self.norm.eps, self.weight)
         return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
 
 

@@ -57,7 +57,7 @@ from ops.products.routing import check_router, route
 from ops.products.weights import Weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fused_attention, projections_of
 from runtime.fused_latent_attention import FusedLatentAttention
-from runtime.fused_sum import ResidualSum
+from runtime.fused_sum import norm_and_sum
 from runtime.plain_forms import settings_of, undeclared
 
 MAX_FEW = 16  # sequences of a step, or the tokens of their pass
@@ -104,15 +104,17 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
 
 
 def multiply_ranges(
-    x: Tensor, norm: RMSNorm | dense.Norm, weights: list[tuple[Weight, Tensor | None]]
+    x: Tensor, norm: RMSNorm | dense.Norm | None, weights: list[tuple[Weight, Tensor | None]]
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
-    weights: as of `projection_weights`.
+    norm: None, if x is normed already. weights: as of `projection_weights`.
     """
     y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
     parts = y.split([weight.out for weight, _ in weights], dim=1)
-    x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
+    scale = None
+    if norm is not None:
+        x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):
         early = n == 1  # then the kernel before the previous one, which writes x, has ended
         dense.dense_product(x, weight, scale, bias=bias, out=part, early=early)
@@ -126,10 +128,11 @@ class FusedAttention:
     """
 
     def __init__(self, block: Block):
-        self.norm, self.sum = block.attention_norm, ResidualSum(block.add_attention)
+        self.norm, self.sum = norm_and_sum(block, "attention")
         attention = block.attention
         self.attention = choose_attention(attention)
-        if undeclared(self.norm, RMSNorm) or not hasattr(attention, "core"):
+        is_plain = self.norm is None or not undeclared(self.norm, RMSNorm)
+        if not is_plain or not hasattr(attention, "core"):
             raise ValueError(f"no kernels for {type(attention).__name__}, or its norm")
         names, output = projections_of(attention)
         modules = [getattr(attention, name) for name in names]
@@ -176,8 +179,8 @@ class FusedExperts:
 
     def __init__(self, block: Block):
         ffn = block.ffn
-        self.norm, self.sum = block.ffn_norm, ResidualSum(block.add_ffn)
-        self.before = ResidualSum(block.add_attention)
+        self.norm, self.sum = norm_and_sum(block, "ffn")
+        _, self.before = norm_and_sum(block, "attention")
         added = settings_of(ffn, MoE, ExpertAdditions)
         self.experts: Experts = self.experts_of(ffn)
         settings_of(self.experts, Experts, NoAdditions)
@@ -187,9 +190,10 @@ class FusedExperts:
             raise ValueError("no kernels for another router")
         self.scale, self.dense = added.input_scale, None
         if self.scale is None:
-            self.scale = self.norm.weight
-            settings_of(self.norm, RMSNorm, NoAdditions)
-        elif self.norm.weight is not None or self.before.norm is None:
+            if self.norm is not None:
+                self.scale = self.norm.weight
+                settings_of(self.norm, RMSNorm, NoAdditions)
+        elif self.norm is None or self.norm.weight is not None or self.before.norm is None:
             raise ValueError("no kernels for a factor after this norm")
         if (added.beside is not None) + 1 != self.sum.branches:
             raise ValueError("no kernels for other branches than a dense FFN and experts")
@@ -226,8 +230,10 @@ class FusedExperts:
     @property
     def normed_router(self) -> NormRouter:
         """The norm and the router as the kernels read them."""
-        eps, unscaled = self.norm.eps, self.norm.weight is None
-        return NormRouter(self.scale, eps, self.rows, self.routing, self.router.bias, unscaled)
+        rest = self.rows, self.routing, self.router.bias
+        if self.norm is None:
+            return NormRouter(None, 0.0, *rest)
+        return NormRouter(self.scale, self.norm.eps, *rest, self.norm.weight is None)
 
     def shared_count(self, shared: FeedForward, w13: Weight, w2: Weight) -> int:
         """Return as how many experts the shared one counts; 0: it cannot be stacked on them.
@@ -369,13 +375,14 @@ class FusedExperts:
         x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:
             return x, *norm_router(y, self.normed_router, **added)
-        eps = self.norm.eps
-        normed = norm_tokens(y, self.norm.weight, eps, **added)
+        normed = y
+        if self.norm is not None:
+            normed = norm_tokens(y, self.norm.weight, self.norm.eps, **added)
         router = Weight((self.rows.view(torch.int32),), "bf16", 8)  # or fp16, as x
         dots = x.new_empty(len(x), len(self.rows), dtype=torch.float32)
         down_few(normed, router, dots, bias=self.router.bias)
-        if self.norm.weight is None:
-            normed = norm_tokens(x, self.scale, eps)
+        if self.norm is not None and self.norm.weight is None:
+            normed = norm_tokens(x, self.scale, self.norm.eps)
         return x, normed, dots
 
 
@@ -383,7 +390,8 @@ class NoExperts:
     """Stands for FusedExperts in a block without an FFN."""
 
     def __init__(self, block: Block):
-        self.sum = self.before = ResidualSum(block.add_attention)
+        _, self.sum = norm_and_sum(block, "attention")
+        self.before = self.sum
 
     def takes_tokens(self, tokens: int) -> bool:
         return tokens == 1 or not self.sum.all_reduce
@@ -404,7 +412,7 @@ class DenseProducts:
     Raises ValueError for an FFN that the kernels do not compute.
     """
 
-    def __init__(self, ffn: FeedForward, norm: dense.Norm):
+    def __init__(self, ffn: FeedForward, norm: dense.Norm | None):
         self.norm = norm
         self.activation = settings_of(ffn, FeedForward, FeedForwardAdditions).activation
         self.w13 = projection_weights(ffn.w13)
@@ -428,10 +436,12 @@ class FusedFeedForward(NoExperts):
     """
 
     def __init__(self, block: Block):
-        norm = block.ffn_norm
-        self.before, self.sum = ResidualSum(block.add_attention), ResidualSum(block.add_ffn)
-        settings_of(norm, RMSNorm, NoAdditions)
-        self.dense = DenseProducts(block.ffn, dense.Norm(norm.weight, norm.eps))
+        norm, self.sum = norm_and_sum(block, "ffn")
+        _, self.before = norm_and_sum(block, "attention")
+        if norm is not None:
+            settings_of(norm, RMSNorm, NoAdditions)
+            norm = dense.Norm(norm.weight, norm.eps)
+        self.dense = DenseProducts(block.ffn, norm)
         self.activation = self.dense.activation
 
     def forward(
@@ -479,6 +489,31 @@ def stack(
     return replace(weight, parts=tuple(parts))
 
 
+class FusedMixer:
+    """The products of a mixer (`BlockAdditions.mixers`) for a few tokens.
+
+    Raises ValueError for weights that the kernels do not multiply.
+    """
+
+    def __init__(self, mixer: nn.Module):
+        self.module, self.scale = mixer, mixer.scale
+        self.down, self.up = kernel_weight(mixer.down), kernel_weight(mixer.up)
+
+    def forward(self, normed: Tensor, combine) -> Tensor:
+        """normed [B, Q, ...] -> a sublayer's x [T, D].
+
+        combine: (mixer, normed, products [B, Q, out]) -> x [B, Q, D], by the mixer's `combine`.
+        """
+        B, Q = normed.shape[:2]
+        products = self.multiply(normed.view(B * Q, -1)).view(B, Q, -1)
+        return combine(self.module, normed, products).flatten(0, 1)
+
+    def multiply(self, normed: Tensor) -> Tensor:
+        """normed [T, in] -> up silu(scale down normed), [T, out]."""
+        h = dense.dense_product(normed, self.down, scale=self.scale, silu=True)
+        return dense.dense_product(h, self.up)
+
+
 class FusedLayer:
     """A block's kernels for a few tokens. It shares the block's parameters and cache.
 
@@ -491,6 +526,7 @@ class FusedLayer:
     def __init__(self, block: Block, experts: type[FusedExperts] = FusedExperts):
         added = settings_of(block, Block, BlockAdditions)
         self.attention = FusedAttention(block)
+        self.mixers = [FusedMixer(mixer) for mixer in added.mixers or ()]
         if isinstance(block.ffn, MoE):
             self.experts = experts(block)
         else:
@@ -503,8 +539,11 @@ class FusedLayer:
 
         The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
         [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
-        that. reach: as of `attend_tokens`.
+        that. reach: as of `attend_tokens`. `FusedRunner.mix` takes the place of this for a block
+        with mixers: here its kernels are launched without its own functions.
         """
+        for mixer in self.mixers:
+            mixer.multiply(x.new_empty(len(x), mixer.down.width))
         attended = self.attention.forward(x, context, core, reach)
         return self.experts.forward(x, attended, context.last)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from model import AddNorm, RMSNorm
-from ops.declared import NoAdditions, SumAdditions
+from model import AddNorm, Block, RMSNorm
+from ops.declared import BlockAdditions, NoAdditions, SumAdditions
 from ops.products.join import Added, add_branch
 from runtime.plain_forms import settings_of
 
@@ -20,8 +20,10 @@ class ResidualSum:
     Raises ValueError for a sum that the kernels do not compute.
     """
 
-    def __init__(self, add: nn.Module):
-        added = settings_of(add, AddNorm, SumAdditions)
+    def __init__(self, add: nn.Module | None):
+        """add: None, if the block adds the result itself."""
+        self.adds = add is not None
+        added = settings_of(add, AddNorm, SumAdditions) if self.adds else SumAdditions()
         self.scale, self.all_reduce = added.scale, added.all_reduce
         self.norm, self.scalar, norms = added.norm, added.scalar, added.branch_norms
         self.branches = len(norms) or 1
@@ -52,7 +54,8 @@ class ResidualSum:
         if self.branches > 1:
             branches = x.new_empty(self.branches, *x.shape)
             return [{"out": out} for out in branches], branches
-        return [{} if self.norm is not None else {"residual": x, "scale": self.scale}], None
+        apart = self.norm is not None or not self.adds
+        return [{} if apart else {"residual": x, "scale": self.scale}], None
 
     def add(self, x: Tensor, y: Tensor | None) -> Tensor:
         """Return x [T, D] after the sublayer. y: the product with the arguments `of_product`."""
@@ -82,3 +85,14 @@ class ResidualSum:
         """Raise ValueError if one kernel cannot compute this sum and the norm after it."""
         if self.norm is not None and self.norm.eps != norm.eps:
             raise ValueError("no kernels for norms of two epsilons")
+
+
+def norm_and_sum(block: Block, sublayer: str) -> tuple[nn.Module | None, ResidualSum]:
+    """Return the norm before a block's "attention" or "ffn", and the sum after it.
+
+    None and an empty sum for a block that computes both itself (`BlockAdditions.mixers`). Raises
+    ValueError as `ResidualSum`.
+    """
+    if settings_of(block, Block, BlockAdditions).mixers:
+        return None, ResidualSum(None)
+    return getattr(block, f"{sublayer}_norm"), ResidualSum(getattr(block, f"add_{sublayer}"))

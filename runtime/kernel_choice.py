@@ -88,7 +88,12 @@ def count_fused(model: Transformer) -> int:
 def describe_kernels(model: Transformer, runner_class: type[CompiledRunner]) -> str:
     """Return which kernels decode a token, and why not the fused ones."""
     if issubclass(runner_class, FusedRunner):
-        layers = fused_layers(model, runner_class.make_layer)
-        return f"fused ({len(layers)} of {len(model.layers)} layers)"
+        layers = fused_layers(model, runner_class.make_layer).values()
+        attention = sum(not hasattr(layer.attention.attention, "takes") for layer in layers)
+        by_inductor = [f"attention of {attention}"] if attention else []
+        if any(layer.mixers for layer in layers):
+            by_inductor.append("what is between sublayers")
+        rest = f"; Inductor: {', '.join(by_inductor)}" if by_inductor else ""
+        return f"fused ({len(layers)} of {len(model.layers)} layers{rest})"
     why = why_not_auto(model, model.norm.weight.device) or "the fused ones were not chosen"
     return f"Inductor ({why})"

@@ -33,13 +33,14 @@ from formats.kv_cache import Int8KVCache
 from formats.packed import PackedExpertLinear, PackedLinear
 from model import Block, Context, ExpertLinear, KVCache, ModelArgs, RMSNorm
 from models import ARCHITECTURES, build_model
+from models.layers.hyper_connections import Streams
 from models.layers.indexed_attention import IndexedAttention
 from models.layers.ngram_embedding import NgramEmbedding
 from models.random_weights import first_layers
 from ops.inductor import configure_inductor, materialize
 from ops.plain.attention import Mask, attend, attend_blocks, blocks_in_use
 from runtime.fused_attention import fuse_decode_attention
-from runtime.fused_decode import BEGIN_OPTIONS, begin_plainly
+from runtime.fused_decode import BEGIN_OPTIONS, before_ffn, begin_plainly, run_combine
 from runtime.sampling import MAX_CANDIDATES, StepState, make_sample_step, sample
 from tp import ModelShard
 
@@ -292,6 +293,20 @@ def ngrams(args: ModelArgs, format: str | None = None):
     return step, (fake_empty(1, 1, args.streams, args.dim), tokens, positions)
 
 
+def between_sublayers(args: ModelArgs):
+    """What Inductor computes of residual streams for the experts, one token."""
+    layer, S = fake_block(args, 0), args.streams
+
+    def step(x: Tensor, parts: Tensor, y: Tensor, products: Tensor) -> tuple[tuple, Tensor]:
+        streams, normed = before_ffn(layer, Streams(x, parts), y)
+        return streams, run_combine(layer.ffn_mixer, normed, products)
+
+    x, y, products = (
+        fake_empty(1, 1, *shape) for shape in ((S, args.dim), (args.dim,), (S * args.dim,))
+    )
+    return step, (x, fake_empty(1, 1, S, S, dtype=torch.float32), y, products)
+
+
 # All cases ----------------------------------------------------------------------------------------
 
 
@@ -359,6 +374,7 @@ def slow_cases() -> Iterator[Case]:
         yield name, indexed_attention, (qwen4, cache_class)
     for format in (None, "fp8"):
         yield f"ngrams {format}", ngrams, (qwen4, format)
+    yield "between sublayers", between_sublayers, (qwen4,)
     yield from latent_cases("DeepSeek-V3", 4, KVCache, Int8KVCache)
     args = first_layers(ARCHITECTURES["OLMoE-1B-7B"], 1)  # it all-reduces in its attention, too
     yield "OLMoE-1B-7B block of 2", block, (args, 256, KVCache, 2)
@@ -379,7 +395,7 @@ def main() -> int:
     torch.set_default_dtype(torch.bfloat16)
     results = {}
     for name, case, arguments in cases():
-        with_dynamo = case in (long_attention, indexed_attention, ngrams)
+        with_dynamo = case in (long_attention, indexed_attention, ngrams, between_sublayers)
         generate = compiled_code if with_dynamo else cuda_code
         with inductor_config.patch(BEGIN_OPTIONS if case is begin else {}):
             code = generate(lambda case=case, arguments=arguments: case(*arguments))

@@ -133,7 +133,7 @@ def run_fused(model: Transformer, found: Found, work: str, shape: tuple[int, int
     for number, layer in enumerate(fused_layers(model).values()):
         if layer.experts.takes_tokens(tokens.numel()):
             layer.experts.prepare()
-            core, rows = layer.attention.empty_heads, x.flatten(0, 1)
+            core, rows = layer.attention.empty_heads, x.new_empty(tokens.numel(), x.shape[-1])
             run = partial(layer.forward, rows, context, core)
             note(found, f"{work}, layer {number}", run)
 

@@ -60,6 +60,7 @@ from models.layers.short_conv import ShortConv
 from models.lfm2_moe import Lfm2MoeArgs
 from models.nemotron_h import NemotronHArgs
 from models.qwen2_moe import Qwen2MoeArgs
+from models.qwen4_exp import Qwen4ExpArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
 from ops.plain.mamba2 import group_norm
@@ -418,6 +419,15 @@ LAYERS = {
         | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
         | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32),
     ),
+    # Residual streams: Gated DeltaNet, the same after n-grams, attention by an index.
+    "qwen4_exp_text": (
+        Qwen4ExpArgs,
+        SMALL
+        | dict(n_layer=3, full_layers=(2,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
+        | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32)
+        | dict(streams=3, stream_rank=64, index_heads=8, index_dim=16, index_budget=8)
+        | dict(ngram_layers=(1,), ngram_heads=2, ngram_dim=256, ngram_base=97, ngram_multiple=8),
+    ),
     "nemotron_h": (  # a mixer alone, then Mamba-2 and attention with experts without a gate
         NemotronHArgs,
         SMALL
@@ -466,7 +476,7 @@ LAYERS = {
 # One layer of attention and a dense FFN, small; the last two are of families that have them.
 DENSE = dict(n_layer=1, dim=64, n_head=2, n_kv_head=1, dense_layers=(0,), dense_intermediate=128)
 DENSE |= dict(full_layers=(0,), mixer_layers=())
-NEVER_PACKED = ".router", ".shared_gate"
+NEVER_PACKED = ".router", ".shared_gate", ".inject"
 
 
 def arguments_of(family: str, dense: bool = False) -> dict:
@@ -561,12 +571,13 @@ def layer_errors(
 
 
 def model_error(family: str, format: str) -> float:
-    """Compare logits by `FusedRunner` with plain ones. The second layer is dense.
+    """Compare logits by `FusedRunner` with plain ones. The second layer is dense, if one may be.
 
     Of two tokens, one after the other, then of five at once, of which the last two are padding, and
     of one more.
     """
-    dense = dict(n_layer=3, dense_layers=(1,), dense_intermediate=64)
+    streams = {"streams"} <= arguments_of(family).keys()
+    dense = {} if streams else dict(n_layer=3, dense_layers=(1,), dense_intermediate=64)
     model = small_model(family, format, **dense)
     calls, found = (([3], [0]), ([7], [1]), ([5, 9, 4, 4, 4], [2, 3, 4, 5, 6]), ([8], [5])), []
     with mock.patch.object(torch, "compile", lambda function, **_: function), as_on_a_gpu():

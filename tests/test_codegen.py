@@ -180,6 +180,13 @@ def test_a_step_looks_n_grams_up_without_a_copy(format):
     assert found["triton"] <= 12  # in PyTorch 2.13 it is 10
 
 
+@pytest.mark.slow
+def test_streams_are_mixed_in_two_kernels_beside_the_products():
+    """Sum, norm and what makes the streams' weights; the mean over streams."""
+    found = generated("between sublayers")
+    assert found["triton"] == 2 and found["extern"] == found["early"] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "arch"),
     [("quick", ARCHES[0]), pytest.param("slow", ARCHES[1], marks=pytest.mark.slow)],

@@ -106,8 +106,10 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
 # text changes all tokens after it, in transformers, too: the median of its own differences from
 # fp32 is 0.04 to 0.09. So ours may be this many times as large. It is 1.0 times as large for
 # Nemotron-H, 0.9 for Qwen3.5, whose flips are transformers' own; 2.0 for gpt-oss and 1.6 for
-# PhiMoE, where ours are at other positions (all on a CPU).
+# PhiMoE, where ours are at other positions (all on a CPU). Plain modules of Qwen4-Exp have 0.04 to
+# 0.18 in four random prompts of 40 tokens, in fp16 a tenth of that.
 NEAR_TIES = {"gpt_oss": 3.0, "phimoe": 3.0, "qwen3_5_moe": 1.5, "nemotron_h": 1.5}
+NEAR_TIES |= {"qwen4_exp": 1.5}
 
 
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
@@ -443,10 +445,10 @@ SHARED = (
     "qwen3_next",
     "qwen3_5_moe",
     "laguna",
+    "qwen4_exp",
 )  # the shared expert has to be as wide as whole ones
 NOT_FUSED = (
     "phimoe",
-    "qwen4_exp",
     "gemma4",
     "kolibri1",
     *("deepseek_v2", "deepseek_v3", "kimi_linear"),

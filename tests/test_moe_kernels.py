@@ -363,6 +363,14 @@ def test_a_model_with_a_dense_layer_has_the_plain_logits():
     assert max(found) < 2e-3, found  # fp16
 
 
+@pytest.mark.slow
+def test_a_model_with_residual_streams_has_the_plain_logits():
+    """Each token alone, then several of which two are refused, and what follows those."""
+    models = ("qwen4_exp_text", "int4"), ("qwen4_exp_text", "int8")
+    found = run({"cases": [], "models": models}, TRITON_INTERPRET="1")["models"]
+    assert max(found) < 2e-3, found  # fp16
+
+
 def check_cases(cases: list[dict]) -> None:
     found = run({"cases": cases}, TRITON_INTERPRET="1", CHECK_BOUNDS="1")["cases"]
     for case, errors in zip(cases, found, strict=True):

@@ -140,15 +140,15 @@ def test_a_mixer_is_transformers(model):
             continue
         normed = norm(x)
         torch.testing.assert_close(mixer(normed), want[0])
-        torch.testing.assert_close(mixer.weights(normed), want[2])
+        torch.testing.assert_close(Streams(x, mixer.parts(normed)).weights(), want[2])
 
 
 def test_a_sublayers_output_is_added_with_each_streams_weight(model):
     block = model.layers[0]
     x, y = torch.randn(2, 3, 3, 64), torch.randn(6, 64)
-    weights = torch.rand(2, 3, 3)
-    after, normed = block.add_ffn(Streams(x, weights), y, block.ffn_norm)
-    want = x + weights.unsqueeze(-1) * y.view(2, 3, 1, 64)
+    streams = Streams(x, torch.randn(2, 3, 3, 3))
+    after, normed = block.add_ffn(streams, y, block.ffn_norm)
+    want = x + 2 * (streams.parts.mean(-1, keepdim=True)).sigmoid() * y.view(2, 3, 1, 64)
     torch.testing.assert_close(after, want)
     torch.testing.assert_close(normed, block.ffn_norm(want))
 
@@ -331,9 +331,13 @@ def test_compiled_tokens_are_the_same(make_family):
     assert_compiled_is_eager(directory, prompt(70)[0].tolist())
 
 
-def test_one_line_says_why_there_are_no_fused_kernels(model):
-    why = why_not_computed(model)
-    assert why == "layer 0: no kernels for StreamBlock"
+def test_the_fused_kernels_compute_its_layers(make_family, model):
+    """In bf16; why not, one line says."""
+    assert why_not_computed(model) == "layer 0: no kernel for torch.float32 rows of 64 numbers"
+    assert (
+        why_not_computed(load_model(make_family("qwen4_exp").directory, "cpu", torch.bfloat16))
+        is None
+    )
 
 
 def test_the_table_gets_8_bits_in_every_format():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Linear, Transformer, new_parameter
 from models.tensors import Recipes, copy_of
+from ops.declared import BlockAdditions
 from ops.inductor import materialize
 
 
@@ -41,15 +42,17 @@ class StreamMixer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        self.streams = args.streams
-        width = args.streams * args.dim
+        self.scale, width = 1 / args.streams, args.streams * args.dim
         self.down = Linear(width, args.stream_rank)
         self.up = Linear(args.stream_rank, width)
 
     def forward(self, normed: Tensor) -> Tensor:
-        h = F.silu(self.down(normed.flatten(-2)) / self.streams)
-        shares = self.up(materialize(h)).sigmoid().view_as(normed)
-        return materialize((shares * normed).mean(dim=-2))
+        h = F.silu(self.down(normed.flatten(-2)) * self.scale)
+        return self.combine(normed, self.up(materialize(h)))
+
+    def combine(self, normed: Tensor, shares: Tensor) -> Tensor:
+        """normed [..., S, D], the results of `up` [..., S D] -> [..., D]."""
+        return materialize((shares.sigmoid().view_as(normed) * normed).mean(dim=-2))
 
 
 class SublayerMixer(StreamMixer):
@@ -60,14 +63,14 @@ class SublayerMixer(StreamMixer):
         # Never packed: an error of it is one of the sublayer's whole output.
         self.inject = Linear(args.streams * args.dim, args.streams)
 
-    def weights(self, normed: Tensor) -> Tensor:
-        """normed [..., S, D] -> [..., S].
+    def parts(self, normed: Tensor) -> Tensor:
+        """normed [..., S, D] -> what makes each stream's weight, fp32 [..., S, S].
 
-        A sum for each stream of x: Inductor would split a longer one into two kernels.
+        Sums over the numbers of one stream, as those of the norm: Inductor has one kernel for all.
         """
         rows = self.inject.weight.unflatten(1, normed.shape[-2:])
-        parts = torch.einsum("...sd,osd->...os", normed, rows)
-        return 2 * (parts.sum(dim=-1) / self.streams).sigmoid()
+        sums = [(normed.float() * row.float()).sum(dim=-1) for row in rows]
+        return torch.stack(sums, dim=-2)
 
 
 class LastNorm(StreamNorm):
@@ -85,7 +88,12 @@ class Streams(NamedTuple):
     """The residual while a sublayer runs."""
 
     x: Tensor  # [B, Q, S, D]
-    weights: Tensor  # [B, Q, S], of the sublayer's output
+    parts: Tensor  # fp32 [B, Q, S, S], of the weights of the sublayer's output
+
+    def weights(self) -> Tensor:
+        """Return [B, Q, S]. Computed where the output is added: one kernel less."""
+        sums = self.parts.sum(dim=-1) / self.x.shape[-2]
+        return (2 * sums.sigmoid()).to(self.x.dtype)
 
 
 class StreamAddNorm(AddNorm):
@@ -93,8 +101,8 @@ class StreamAddNorm(AddNorm):
 
     def forward(self, x: Streams, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """x, y [T, D] or [B, Q, D] -> the new streams and their norms, [B, Q, S, D]."""
-        y = y.view(*x.weights.shape[:2], 1, -1)
-        return super().forward(x.x, x.weights.unsqueeze(-1) * y, norm)
+        y = y.view(*x.x.shape[:2], 1, -1)
+        return super().forward(x.x, x.weights().unsqueeze(-1) * y, norm)
 
 
 class StreamBlock(Block):
@@ -108,10 +116,23 @@ class StreamBlock(Block):
 
     def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Streams, Tensor]:
         """Streams and their norms [B, Q, S, D] -> streams after attention, and the FFN's input."""
-        x = Streams(x, self.attention_mixer.weights(normed))
-        y = self.attention(self.attention_mixer(normed), context)
+        x, normed = self.before_attention(x, normed, context)
+        x, normed = self.before_ffn(x, self.attention(self.attention_mixer(normed), context))
+        return x, self.ffn_mixer(normed)
+
+    def before_attention(
+        self, x: Tensor, normed: Tensor, context: Context
+    ) -> tuple[Streams, Tensor]:
+        """Streams and their norms [B, Q, S, D] -> streams, and the norms of them."""
+        return Streams(x, self.attention_mixer.parts(normed)), normed
+
+    def before_ffn(self, x: Streams, y: Tensor) -> tuple[Streams, Tensor]:
+        """Add attention's output y [B, Q, D] -> streams, and their norms [B, Q, S, D]."""
         x, normed = self.add_attention(x, y, self.ffn_norm)
-        return Streams(x, self.ffn_mixer.weights(normed)), self.ffn_mixer(normed)
+        return Streams(x, self.ffn_mixer.parts(normed)), normed
+
+    def fused_decode_settings(self) -> BlockAdditions:
+        return BlockAdditions(mixers=(self.attention_mixer, self.ffn_mixer))
 
 
 class StreamTransformer(Transformer):

@@ -66,6 +66,8 @@ class Choice(NamedTuple):
 class IndexedAttention(GatedAttention):
     """[B, Q, D] -> same. args.index_sizes: an `IndexSizes`; others: as of `GatedAttention`."""
 
+    projections = ("wqkv", "windex"), "wo"  # inputs and output; `core` is between them
+
     def __init__(self, args):
         super().__init__(args)
         self.args, self.sizes = args, args.index_sizes
@@ -94,10 +96,21 @@ class IndexedAttention(GatedAttention):
         return JoinedState(cache, self.raw_keys, self.block_keys)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        index = None if self.block_keys is None else self.windex(x)
+        return self.wo(self.attend_by_index(self.wqkv(x), index, context))
+
+    def core(self, projected: Tensor, context: Context) -> Tensor:
+        """The results of both projections, joined -> the input of the last product."""
+        (N, J, _, _), width = self.sizes, projected.shape[-1]
+        qkv, index = projected.split((width - (N + 1) * J, (N + 1) * J), dim=-1)
+        return self.attend_by_index(qkv, index, context)
+
+    def attend_by_index(self, qkv: Tensor, index: Tensor | None, context: Context) -> Tensor:
+        """qkv as of `GatedAttention.core`, index [B, Q, (N + 1) J] -> [B, Q, H * C]."""
         if self.block_keys is not None:
-            chosen: dict = {self.window: self.choose(self.windex(x), context)}
+            chosen: dict = {self.window: self.choose(index, context)}
             context = context._replace(masks=chosen)
-        return super().forward(x, context)
+        return super().core(qkv, context)
 
     def choose(self, projected: Tensor, context: Context) -> Choice | None:
         """Append to the index, and choose blocks: projected [B, Q, (N + 1) J].
@@ -245,11 +258,11 @@ def is_chosen(chosen: Tensor, positions: Tensor, ratio: int, length: int) -> Ten
     queries, below `length`.
     """
     complete, blocks = complete_blocks(positions, ratio), -(-length // ratio)
-    index = torch.arange(blocks, device=chosen.device)
+    # Not zeros: with PDL, Inductor's kernel that reads nothing would not wait for the one before.
+    found = torch.arange(blocks + 1, device=chosen.device) == complete
     # Blocks that are not complete are put past the end.
-    found = torch.zeros(*positions.shape, blocks + 1, dtype=torch.bool, device=chosen.device)
     found = found.scatter(-1, torch.where(chosen < complete, chosen, blocks), True)[..., :-1]
-    found = (found | (index == complete)).repeat_interleave(ratio, dim=-1)[..., :length]
+    found = found.repeat_interleave(ratio, dim=-1)[..., :length]
     return found & (torch.arange(length, device=chosen.device) <= positions.unsqueeze(-1))
 
 

@@ -36,6 +36,7 @@ from models.layers.ngram_hash import hash_multipliers, head_primes, ngram_rows, 
 from models.layers.pending_state import Convolution, call_place
 from models.layers.short_conv import allocate_inputs
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
+from ops.declared import BlockAdditions
 from ops.inductor import materialize
 from ops.plain.short_conv import causal_conv
 
@@ -155,9 +156,14 @@ class NgramBlock(StreamBlock):
         own = super().allocate(batch, length, cache_class, like)
         return JoinedState(own, self.ngrams.allocate(batch, length, like))
 
-    def attend(self, x: Tensor, normed: Tensor, context: Context) -> tuple[Streams, Tensor]:
+    def before_attention(
+        self, x: Tensor, normed: Tensor, context: Context
+    ) -> tuple[Streams, Tensor]:
         x = materialize(x + self.ngrams(x, context))
-        return super().attend(x, materialize(self.attention_norm(x)), context)
+        return super().before_attention(x, materialize(self.attention_norm(x)), context)
+
+    def fused_decode_settings(self) -> BlockAdditions:
+        return super().fused_decode_settings()
 
 
 def table_rows(table: nn.Module, index: Tensor) -> Tensor:

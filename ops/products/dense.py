@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, launch, tl, triton
-from ops.products.codes import code_table, row_scale
+from ops.products.codes import activate, code_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
@@ -46,6 +46,7 @@ class SumSettings(Product):
     eps: float = 0.0  # added to the mean square of x, if it is normed
     groups: int = 1  # parts of x, each with a norm of its own
     scale: float = 1.0  # factor of the product and its bias
+    silu: bool = False  # then SiLU
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
     T: int = 1  # tokens of all blocks
     stride: int = 0  # between rows of y, of several tokens
@@ -90,7 +91,8 @@ def _load_biases(bias, experts, factors, rows, s):
 # of several tokens, which share its weights. x is that of all chosen experts, one after the other
 # (s.gather, one token), or one row a token.
 #
-# The result is scale * (product + bias) + residual. An expert's bias has its routing weight.
+# The result is scale * (product + bias), with `silu` that of it, + residual. An expert's bias has
+# its routing weight.
 #
 # A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
 # the choice, so that only the residual is loaded before the wait, and one token's shared experts if
@@ -199,6 +201,8 @@ def _multiply_sum(
                 total += biases
             if s.scale != 1.0:
                 total *= s.scale
+            if s.silu:
+                total = activate(total, 1.0, "silu", 0.0, 1.0)
             if residual is not None:
                 total += adds[t].to(tl.float32)
             if PDL and s.early and t == 0:
@@ -272,9 +276,11 @@ def dense_product(
     early: bool = False,
     send: TokenInbox | None = None,
     tiles: Tiles | FewTiles | None = None,
+    silu: bool = False,
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
+    silu: of all but the residual.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: of one token x is loaded before the wait, too, so that the
     product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
@@ -296,9 +302,9 @@ def dense_product(
     if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
         raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, silu)
         return y
-    fields = dict(eps=eps, groups=groups, scale=scale, early=early)
+    fields = dict(eps=eps, groups=groups, scale=scale, silu=silu, early=early)
     if T > 1:
         tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))

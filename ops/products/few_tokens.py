@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
+from ops.products.codes import activate
 from ops.products.few_x import load_fields, token_sums
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.units import finish
@@ -28,12 +29,14 @@ class DenseSettings(FewSettings):
     stride: int  # between rows of y
     scale: float
     eps: float
+    silu: bool = False
     gated: bool = False
 
 
 # Grid [R, blocks]: a program computes `rows` rows of the result of a block of tokens.
 #
-# The result is scale * (product + bias) + residual. All but x is loaded before the wait.
+# The result is scale * (product + bias), with `silu` that of it, + residual. All but x is loaded
+# before the wait.
 @jit
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
@@ -70,6 +73,8 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         result += biases
     if s.scale != 1.0:
         result *= s.scale
+    if s.silu:
+        result = activate(result, 1.0, "silu", 0.0, 1.0)
     if residual is not None:
         result += add
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
@@ -176,10 +181,12 @@ def down_few(
     bias: Tensor | None = None,
     scale: float = 1.0,
     tiles: FewTiles | None = None,
+    silu: bool = False,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
-    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out].
+    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. silu: of all but the
+    residual.
 
     Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
     of programs with more than TILE tokens is a ValueError, too.
@@ -191,7 +198,8 @@ def down_few(
     if norm is not None and tokens > TILE:
         raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
-    s = DenseSettings(**fixed, blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
+    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale, eps=eps, silu=silu)
+    s = DenseSettings(**fixed)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.rows), blocks

@@ -3,7 +3,8 @@
 `join_tokens` has compile-time cases, which launchers name:
 
     norm_router           x is given; or x and a sublayer's result to be normed, or the messages of
-                          all ranks (ops/ranks/mailbox.py), or these to be normed; scores
+                          all ranks (ops/ranks/mailbox.py), or these to be normed; scores. An x
+                          that is normed already has scores alone
     norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
     fixed_join            x + y, or normed branches; scores or none: compiled blocks
@@ -92,6 +93,7 @@ class Join:
     groups: int = 1  # rows that a token of several norms has, without scores
     part: int = 0  # numbers of the token that a program has, if nothing is normed; 0: all
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
+    normed: bool = True  # False: x is not normed here
     pairs: int = 0  # of `Results.indices`
     scale: float = 1.0  # factor of what is added
     branches: int = 1
@@ -202,7 +204,8 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if s.rows:
         biases = _load_score_biases(router, expert, s)
     if l is not None:
-        scales = load_quads(norm, l)
+        if s.normed:
+            scales = load_quads(norm, l)
         if added.memory is not None:
             raw = load_quads(x, l)
     if added.memory is not None:
@@ -243,10 +246,11 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     if offset is not None:
         value = tl.where(inside, value - tl.sum(value, 0) / s.D, 0.0)
-    factor = tl.rsqrt(tl.sum(value * value, 0) / s.D + s.eps)
-    value = value * factor
-    if not s.unscaled:
-        value = value * scale
+    if s.normed:
+        factor = tl.rsqrt(tl.sum(value * value, 0) / s.D + s.eps)
+        value = value * factor
+        if not s.unscaled:
+            value = value * scale
     if offset is not None:
         value += shift
     value = value.to(dtype)
@@ -256,10 +260,15 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         value = (value.to(tl.float32) * scale).to(dtype)
     if l is not None:
         if program * l.lanes < l.quads:  # the other programs end sooner
-            quads = [  # rounded, as the norm is
-                (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)).to(dtype).to(tl.float32)
-                for k in l.field_numbers
-            ]
+            if s.normed:
+                quads = [  # rounded, as the norm is
+                    (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32))
+                    .to(dtype)
+                    .to(tl.float32)
+                    for k in l.field_numbers
+                ]
+            else:
+                quads = [raw[k].to(tl.float32) for k in l.field_numbers]
             store_quads(quads, normed, units, l)
     elif normed is not None:
         tl.store(normed + d, value, mask=_stores(d, s))
@@ -273,7 +282,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
 class NormRouter:
     """A norm and the router after it."""
 
-    norm: Tensor  # [D]: the norm's weight
+    norm: Tensor | None  # [D]: the norm's weight; None: x is normed already
     eps: float
     rows: Tensor  # [N, D]: a row for each of E experts; then the shared experts' gate, if gated
     routing: Routing
@@ -303,8 +312,9 @@ def norm_router(
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
-    Return its norm [T, D] and scores fp32 [T, 1 or 2, N]: those by which experts are chosen. A
-    bias makes a second row (`routing.ChoiceSettings`). The reference is `RMSNorm`, then the router.
+    Return its norm [T, D], x itself if it is normed already, and scores fp32 [T, 1 or 2, N]: those
+    by which experts are chosen. A bias makes a second row (`routing.ChoiceSettings`). The reference
+    is `RMSNorm`, then the router.
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
@@ -318,7 +328,7 @@ def norm_router(
     """
     (N, D), T, messages, routing = before.rows.shape, len(x), {}, before.routing
     E, of_experts = N - routing.gated, routing.of_experts
-    if x.shape[1:] != (D,) or before.norm.shape != (D,):
+    if x.shape[1:] != (D,) or (before.norm is not None and before.norm.shape != (D,)):
         raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
     check_router(E, D, routing)
     if inbox is None:
@@ -334,6 +344,8 @@ def norm_router(
     normed, layout = empty_norm(x, weight, programs, warps)
     scores = x.new_empty(T, 1 + (of_experts is not None), N, dtype=torch.float32)
     results = Results(normed, total, scores=scores, indices=indices)
+    if before.norm is None and layout is None:
+        normed, results = x, results._replace(normed=None)
     if isinstance(normed, QuantizedX):
         results = results._replace(normed=normed.operands, units=normed.units, plain=plain)
     s = Join(
@@ -341,6 +353,7 @@ def norm_router(
         softmax=routing.softmax or routing.factors is not None,
         unscaled=before.unscaled,
         bias_before=routing.bias_before,
+        normed=before.norm is not None,
         pairs=0 if indices is None else indices.shape[1],
         layout=layout,
         **messages,
