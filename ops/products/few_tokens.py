@@ -31,14 +31,14 @@ class DenseSettings(FewSettings):
     gated: bool = False
 
 
-# Grid [R, blocks]: a program computes `rows` rows of the result of a block of tokens.
+# Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
 #
 # The result is scale * (product + bias) + residual. All but x is loaded before the wait.
 @jit
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    row = tl.program_id(0) * s.rows
+    row = tl.program_id(0) * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
         x += first * s.width
@@ -50,6 +50,8 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
+    if s.stored < s.rows:
+        stores &= rows < row + s.stored
     if norm is not None:
         for d in tl.static_range(s.x_depth):
             norms = norms + (load_fields(norm, None, d, s, True),)
@@ -79,7 +81,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
 class FewTiles:
     """How a product of several tokens divides its work. benchmarks/few_tokens.py measures some."""
 
-    rows: int = 16  # rows of the result that a program computes: 16, 32 or 64
+    rows: int = 16  # rows of the result that a program computes: up to 64
     warps: int = 4  # each takes a part of the numbers along `in`
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
@@ -107,8 +109,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         narrow = weight.out < 512
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
-        if size == TILE and tokens == 2 * TILE and not narrow:
-            return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
+        if tokens <= 2 * TILE and not narrow and weight.out < 64 * weight.multiprocessors:
+            return choose_two_tiles(weight)
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
@@ -118,6 +120,17 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     if weight.kind == "bf16" and small:
         return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
+
+
+def choose_two_tiles(weight: Weight) -> FewTiles:
+    """Return how to divide a dense product of 9 to 16 tokens, whose weight is read once.
+
+    Each program reads all of x. So a multiprocessor has one program, or two, of equal rows: 22 of
+    gpt-oss-20b's wo in place of 16, of which some multiprocessors would have twice as many.
+    """
+    rows = triton.cdiv(weight.out, 32 * weight.multiprocessors)
+    rows = max(16, triton.cdiv(weight.out, rows * weight.multiprocessors))
+    return FewTiles(rows, 8, 4 if rows > 16 else 8, 2 * TILE, 1)
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
@@ -158,7 +171,8 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         group=weight.group,
         kind=weight.kind,
         vec=vec,
-        rows=tiles.rows,
+        rows=max(16, triton.next_power_of_2(tiles.rows)),
+        stored=tiles.rows,
         warps=tiles.warps,
         depth=depth,
         x_depth=largest_divisor(depth, tiles.x_depth or depth),
@@ -194,7 +208,7 @@ def down_few(
     s = DenseSettings(**fixed, blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
-    grid = triton.cdiv(s.out, s.rows), blocks
+    grid = triton.cdiv(s.out, s.stored), blocks
     x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
     tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
     launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)
