@@ -556,3 +556,14 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
 @pytest.mark.slow
 def test_the_machine_code_of_two_tiles_of_tokens_exchanges_sums_alone():
     """On an H200: x goes from memory to the lanes that multiply it, in every step."""
+    few = {"warps": 4, "depth": 2, "tokens": 16, "x_depth": 1}
+    sizes = {"D": 2048, "I": 768, "E": 4, "A": 4, "tokens": 16, "last": [15], "group": 128}
+    cases = [
+        sizes | {"format": format, "few": few | {"rows": rows}}
+        for rows in (16, 22)
+        for format in ("bf16", "int8", "int4")
+    ]
+    for case, found in zip(cases, run({"cases": cases}), strict=True):
+        most = 50 if case["few"]["rows"] == 16 else 90
+        for name in ("dense", "_multiply_tiles", "down"):
+            assert found[name]["exchanges"] < most, (case, found)
