@@ -130,7 +130,7 @@ def choose_two_tiles(weight: Weight) -> FewTiles:
     """
     rows = triton.cdiv(weight.out, 32 * weight.multiprocessors)
     rows = max(16, triton.cdiv(weight.out, rows * weight.multiprocessors))
-    return FewTiles(rows, 8, 4 if rows > 16 else 8, 2 * TILE, 1)
+    return FewTiles(rows, 8, 4, 2 * TILE, 1)
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
