@@ -455,6 +455,7 @@ def test_experts_of_several_tokens_in_every_format():
     ] + [
         {"format": "int4", "tokens": 32, "E": 2, "last": (28,)},  # tiles of 32 pairs
         {"format": "bf16", "tokens": 24, "E": 3, "last": (23,)},  # of 16
+        {"format": "int8", "tokens": 24, "E": 3, "last": (23,), "few": ODD_ROWS | {"tokens": 8}},
         {"format": "mxfp4", "tokens": 20, "E": 40, "last": (-1, 9)},
     ]
     check_cases([{"D": 160, "I": 96, "A": 2} | case for case in cases])
