@@ -21,6 +21,8 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
     TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
     at = tl.arange(0, 64 * WARPS * VEC * TILES)
     if TILES > 1:
+        # Of two dimensions: x of two tiles has as many numbers as 16 rows of the weight have units.
+        # Loads of one shape get one layout, and x would go through shared memory in each step.
         at = at[:, None]
     tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
     if FIELDS == 1:  # bf16: units are neighbors
