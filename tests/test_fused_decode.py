@@ -17,7 +17,7 @@ from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
-from ops.products.few_tokens import FewTiles
+from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.weights import has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
@@ -344,6 +344,18 @@ def test_a_shared_expert_of_a_width_of_its_own_is_not_stacked():
     model = tp.ModelShard(args, number_format("int8", args)).model.to(torch.bfloat16)
     layers = fused_layers(model).values()
     assert len(layers) == 2 and all(layer.experts.apart for layer in layers)
+
+
+@pytest.mark.parametrize("tokens", (9, 12, 16))
+def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
+    """Programs have all tokens, and there are as many as multiprocessors, or twice as many."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    for out in (2048, 2880, 4096, 5120, 8192):
+        weight = plain_weight(torch.empty(out, 64, dtype=torch.bfloat16))
+        tiles = choose_few_tiles(weight, tokens)
+        programs = -(-out // tiles.rows)
+        assert tiles.tokens >= tokens and weight.multiprocessors == 132, (out, tiles)
+        assert 120 < programs <= 132 or 250 < programs <= 264, (out, tiles)
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():
