@@ -99,9 +99,10 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
-    and a program has fewer tokens if few would be left. 9 to 16 tokens share a program's weights. Programs of 4 bits use few registers, so
-    that a multiprocessor runs many of them. A product with few rows has all of its weights in
-    flight, or eight warps a program, which keep the memory busy (docs/log/prompts.md).
+    and a program has fewer tokens if few would be left. 9 to 16 tokens share a program's weights.
+    Programs of 4 bits use few registers, so that a multiprocessor runs many of them. A product with
+    few rows has all of its weights in flight, or eight warps a program, which keep the memory busy
+    (docs/log/prompts.md).
     """
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
