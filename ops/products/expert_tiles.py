@@ -321,7 +321,8 @@ def multiply_tiles(
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.stored), count
-    launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
+    options = dict(warps=s.warps, stages=1, registers=tiles.registers)
+    launch(_multiply_tiles, grid, *tensors, settings=s, **options)
     return y
 
 
