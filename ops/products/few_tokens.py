@@ -132,9 +132,9 @@ def choose_two_tiles(weight: Weight) -> FewTiles:
     programs of 8 warps run at once with up to 128 registers a lane. One program of 16 bits needs 16
     warps for as much in flight.
     """
-    programs = triton.cdiv(weight.out, 32 * weight.multiprocessors)  # of a multiprocessor
-    rows = max(16, triton.cdiv(weight.out, programs * weight.multiprocessors))
-    if programs > 1:
+    at_once = triton.cdiv(weight.out, 32 * weight.multiprocessors)  # programs a multiprocessor
+    rows = max(16, triton.cdiv(weight.out, at_once * weight.multiprocessors))
+    if at_once > 1:
         return FewTiles(rows, 8, 4, 2 * TILE, 1, registers=128)
     depth = 4 if rows > 16 or weight.fields >= 8 else 8
     return FewTiles(rows, 16 if weight.kind == "bf16" else 8, depth, 2 * TILE, 1)
