@@ -100,10 +100,11 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
-    and a program has fewer tokens if few would be left. 9 to 16 tokens share a program's weights.
-    Programs of 4 bits use few registers, so that a multiprocessor runs many of them. A product with
-    few rows has all of its weights in flight, or eight warps a program, which keep the memory busy
-    (docs/log/prompts.md).
+    and a program has fewer tokens if few would be left. 9 to 15 tokens share a program's weights,
+    and 16 those of bf16; of packed weights x binds 16, so that two blocks of 8 are as fast
+    (docs/log/speculation.md). Programs of 4 bits use few registers, so that a multiprocessor runs
+    many of them. A product with few rows has all of its weights in flight, or eight warps a
+    program, which keep the memory busy (docs/log/prompts.md).
     """
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
@@ -111,8 +112,12 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         narrow = weight.out < 512
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
-        if tokens <= 2 * TILE and not narrow and weight.out < 64 * weight.multiprocessors:
+        shares = tokens < 2 * TILE or weight.kind == "bf16"
+        fits = tokens <= 2 * TILE and weight.out < 64 * weight.multiprocessors
+        if shares and fits and not narrow:
             return choose_two_tiles(weight)
+        if size == TILE and tokens == 2 * TILE and not narrow:
+            return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
