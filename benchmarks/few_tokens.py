@@ -52,9 +52,9 @@ BLOCKED = (  # of dense products, with 8 and 16 tokens a program
     *((16, 4, 2), (16, 8, 2), (32, 4, 2), (16, 4, 1), (16, 8, 1), (32, 8, 2), (32, 4, 1)),
     *((32, 8, 1), (64, 4, 1), (64, 4, 2), (64, 8, 1)),
 )
-TWO_TILES = (  # of dense products of 9 to 16 tokens: warps, depth, steps of x in flight, registers
-    *((8, 4, 1, 128), (16, 4, 1, 0), (8, 0, 1, 0), (4, 4, 1, 128), (8, 2, 1, 128), (16, 2, 1, 0)),
-    *((8, 4, 2, 128), (8, 8, 1, 128), (16, 0, 1, 0), (4, 2, 1, 128), (4, 0, 1, 0), (8, 0, 0, 0)),
+TWO_TILES = (  # of dense products of 9 to 16 tokens: warps, depth, steps of x in flight
+    *((8, 4, 1), (8, 8, 2), (8, 0, 1), (8, 2, 1), (4, 4, 1), (16, 4, 1), (16, 2, 1), (16, 0, 1)),
+    *((8, 8, 1), (8, 4, 2), (4, 2, 1), (4, 0, 1)),
 )
 REGISTER_FORMS = 16  # most of a dense product in registers
 COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
@@ -212,8 +212,8 @@ class Product:
         shares = [triton.cdiv(weight.out, weight.multiprocessors * n) for n in (1, 2)]
         found = []
         for rows in sorted({16, 32, *(rows for rows in shares if 8 < rows <= 64)}):
-            for warps, depth, x_depth, registers in TWO_TILES[:most]:
-                found.append(FewTiles(rows, warps, depth, 2 * TILE, x_depth, registers))
+            for warps, depth, x_depth in TWO_TILES[:most]:
+                found.append(FewTiles(rows, warps, depth, 2 * TILE, x_depth))
         if tokens == 2 * TILE:
             found += [FewTiles(*tiling, TILE) for tiling in BLOCKED[:most]]
         return {f"{normed}{tiles}": tiles for tiles in found}

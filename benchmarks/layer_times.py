@@ -19,8 +19,8 @@ chosen; or those forms that it names.
 
 --down and --gate_up try tilings of the experts' products: rows, lanes, chunks in flight, warps,
 most registers, and `stay`. --few tries tilings of each product of several tokens on tensor cores:
-rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens, most
-registers (0: any). With OUT: in front it is tried for products with that many rows alone.
+rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens. With OUT: in
+front it is tried for products with that many rows alone.
 """
 
 import argparse
@@ -57,19 +57,16 @@ def read_case(text: str) -> tuple[str, str, int]:
 
 
 def read_few(text: str) -> tuple[int, FewTiles]:
-    """Read [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS[,REGISTERS]]; OUT is 0 if not given.
+    """Read [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]; OUT is 0 if not given.
 
     Raises ArgumentTypeError.
     """
     out, _, tiling = text.rpartition(":")
     parts = tiling.split(",")
-    if len(parts) not in (4, 5, 6) or not all(part.isdecimal() for part in (*parts, out or "0")):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS[,REGISTERS]]"
-        )
-    parts += [str(few_tokens.BLOCK), "0"][len(parts) - 4 :]
-    rows, warps, depth, x_depth, tokens, registers = map(int, parts)
-    return int(out or 0), FewTiles(rows, warps, depth, tokens, x_depth, registers)
+    if len(parts) not in (4, 5) or not all(part.isdecimal() for part in (*parts, out or "0")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]")
+    rows, warps, depth, x_depth, tokens = map(int, [*parts, few_tokens.BLOCK][:5])
+    return int(out or 0), FewTiles(rows, warps, depth, tokens, x_depth)
 
 
 def read_tiles(text: str) -> Tiles:

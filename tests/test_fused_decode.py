@@ -8,6 +8,7 @@ import torch
 
 import model
 import tp
+from formats import FORMATS
 from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
@@ -348,14 +349,15 @@ def test_a_shared_expert_of_a_width_of_its_own_is_not_stacked():
 
 @pytest.mark.parametrize("tokens", (9, 12, 16))
 def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
-    """Programs have all tokens, and there are as many as multiprocessors, or twice as many."""
+    """16 tokens only in bf16, whose programs of wo are as many as multiprocessors."""
     monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
-    for out in (2048, 2880, 4096, 5120, 8192):
-        weight = plain_weight(torch.empty(out, 64, dtype=torch.bfloat16))
-        tiles = choose_few_tiles(weight, tokens)
-        programs = -(-out // tiles.rows)
-        assert tiles.tokens >= tokens and weight.multiprocessors == 132, (out, tiles)
-        assert 120 < programs <= 132 or 250 < programs <= 264, (out, tiles)
+    for out, programs in ((2048, 128), (2880, 131), (5120, 320)):
+        plain = plain_weight(torch.empty(out, 64, dtype=torch.bfloat16))
+        tiles = choose_few_tiles(plain, tokens)
+        assert tiles.tokens >= tokens and -(-out // tiles.rows) == programs, (out, tiles)
+        parts = FORMATS["int8"].pack(torch.zeros(out, 64), 64)
+        packed = packed_weight(list(parts.values()), "int8", 64)
+        assert (choose_few_tiles(packed, tokens).tokens >= tokens) == (tokens < 16), out
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():

@@ -321,8 +321,7 @@ def multiply_tiles(
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.stored), count
-    options = dict(warps=s.warps, stages=1, registers=tiles.registers)
-    launch(_multiply_tiles, grid, *tensors, settings=s, **options)
+    launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
     return y
 
 

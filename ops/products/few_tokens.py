@@ -86,7 +86,6 @@ class FewTiles:
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
-    registers: int = 0  # most of a lane; 0: the compiler's choice
 
 
 def words_of_lane(weight: Weight) -> int:
@@ -132,17 +131,13 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 def choose_two_tiles(weight: Weight) -> FewTiles:
     """Return how to divide a dense product of 9 to 16 tokens, whose weight is read once.
 
-    Each program reads all of x. So a multiprocessor has one program, or two, of equal rows: 22 of
-    gpt-oss-20b's wo in place of 16, of which some multiprocessors would have twice as many. Two
-    programs of 8 warps run at once with up to 128 registers a lane. One program of 16 bits needs 16
-    warps for as much in flight.
+    Each program reads all of x. So a multiprocessor has one program of a bf16 weight with up to 32
+    rows each: 22 of gpt-oss-20b's wo. With 16 rows some would have twice as many.
     """
-    at_once = triton.cdiv(weight.out, 32 * weight.multiprocessors)  # programs a multiprocessor
-    rows = max(16, triton.cdiv(weight.out, at_once * weight.multiprocessors))
-    if at_once > 1:
-        return FewTiles(rows, 8, 4, 2 * TILE, 1, registers=128)
-    depth = 4 if rows > 16 or weight.fields >= 8 else 8
-    return FewTiles(rows, 16 if weight.kind == "bf16" else 8, depth, 2 * TILE, 1)
+    rows = triton.cdiv(weight.out, weight.multiprocessors)
+    if weight.kind == "bf16" and 16 < rows <= 32:
+        return FewTiles(rows, 8, 8, 2 * TILE, x_depth=2)
+    return FewTiles(16, 8, 4, 2 * TILE, x_depth=1)
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
@@ -223,5 +218,4 @@ def down_few(
     grid = triton.cdiv(s.out, s.stored), blocks
     x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
     tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
-    options = dict(warps=s.warps, stages=1, registers=tiles.registers)
-    launch(_down_few, grid, *tensors, settings=s, **options)
+    launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)
