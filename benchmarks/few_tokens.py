@@ -26,6 +26,7 @@ from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
 from ops.declared import SWIGLU
+from ops.launch import triton
 from ops.products import dense
 from ops.products.dense import Norm, dense_product
 from ops.products.expert_tiles import (
@@ -50,6 +51,10 @@ TILINGS = (  # rows, warps, depth; the most promising first
 BLOCKED = (  # of dense products, with 8 and 16 tokens a program
     *((16, 4, 2), (16, 8, 2), (32, 4, 2), (16, 4, 1), (16, 8, 1), (32, 8, 2), (32, 4, 1)),
     *((32, 8, 1), (64, 4, 1), (64, 4, 2), (64, 8, 1)),
+)
+TWO_TILES = (  # of dense products of 9 to 16 tokens: warps, depth, steps of x in flight
+    *((8, 4, 1), (8, 8, 2), (8, 0, 1), (8, 2, 1), (4, 4, 1), (16, 4, 1), (16, 2, 1), (16, 0, 1)),
+    *((8, 8, 1), (8, 4, 2), (4, 2, 1), (4, 0, 1)),
 )
 REGISTER_FORMS = 16  # most of a dense product in registers
 COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
@@ -179,9 +184,11 @@ class Product:
             default = choose_few(weight, case.product == "gate_up", tile)
         else:
             default = choose_few_tiles(weight, tokens)
-        most = dense.NORMED[BITS[weight.kind]]
-        normed = "normed, " if case.product == "wqkv" and tokens > most else ""
+        apart = case.product == "wqkv" and tokens > dense.NORMED[BITS[weight.kind]]
+        normed = "normed, " if apart else ""
         found: dict[str, FewTiles | Tiles] = {f"{normed}default: {default}": default}
+        if not case.E and TILE < tokens <= 2 * TILE:
+            return found | self.two_tiles(tokens, most, normed)
         blocks = [size for size in (8, 16) if tokens % size == 0 and tokens > size]
         blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
         for tiling in (TILINGS if case.E or not blocked else blocked)[:most]:
@@ -195,6 +202,21 @@ class Product:
             plain = [tiles for tiles in tilings if not tiles.stay][: min(most, REGISTER_FORMS)]
             found |= {f"registers {tiles}": tiles for tiles in plain}
         return found
+
+    def two_tiles(self, tokens: int, most: int, normed: str) -> dict[str, FewTiles | Tiles]:
+        """Return tilings of all tokens a program, then of 8: `most` of each number of rows.
+
+        Rows: 16, 32, and those of one program or two a multiprocessor.
+        """
+        weight = self.weights.kernel
+        shares = [triton.cdiv(weight.out, weight.multiprocessors * n) for n in (1, 2)]
+        found = []
+        for rows in sorted({16, 32, *(rows for rows in shares if 8 < rows <= 64)}):
+            for warps, depth, x_depth in TWO_TILES[:most]:
+                found.append(FewTiles(rows, warps, depth, 2 * TILE, x_depth))
+        if tokens == 2 * TILE:
+            found += [FewTiles(*tiling, TILE) for tiling in BLOCKED[:most]]
+        return {f"{normed}{tiles}": tiles for tiles in found}
 
 
 def check(case: Case, counts: list[int], most: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 gpt-oss-20b:mxfp4:8
     python benchmarks/layer_times.py gpt-oss-20b:mxfp4:8 --down 8,128,1,4,stay 4,128,3,4
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 1 2 4 8 16 --forms
-    python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 8 --few 16,8,0,0 32,4,0,1
+    python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 8 --few 16,8,0,0 2048:32,4,0,1
     torchrun --standalone --nproc_per_node=2 benchmarks/layer_times.py Qwen3-30B-A3B:bf16:8
 
 A case is a model, its number format, and how many of its layers to build. Random weights. All
@@ -19,7 +19,8 @@ chosen; or those forms that it names.
 
 --down and --gate_up try tilings of the experts' products: rows, lanes, chunks in flight, warps,
 most registers, and `stay`. --few tries tilings of each product of several tokens on tensor cores:
-rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens.
+rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens. With OUT: in
+front it is tried for products with that many rows alone.
 """
 
 import argparse
@@ -55,13 +56,17 @@ def read_case(text: str) -> tuple[str, str, int]:
     return parts[0], parts[1], int(parts[2])
 
 
-def read_few(text: str) -> FewTiles:
-    """Read ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]. Raises ArgumentTypeError."""
-    parts = text.split(",")
-    if len(parts) not in (4, 5) or not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]")
+def read_few(text: str) -> tuple[int, FewTiles]:
+    """Read [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]; OUT is 0 if not given.
+
+    Raises ArgumentTypeError.
+    """
+    out, _, tiling = text.rpartition(":")
+    parts = tiling.split(",")
+    if len(parts) not in (4, 5) or not all(part.isdecimal() for part in (*parts, out or "0")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not [OUT:]ROWS,WARPS,DEPTH,X_DEPTH[,TOKENS]")
     rows, warps, depth, x_depth, tokens = map(int, [*parts, few_tokens.BLOCK][:5])
-    return FewTiles(rows, warps, depth, tokens, x_depth)
+    return int(out or 0), FewTiles(rows, warps, depth, tokens, x_depth)
 
 
 def read_tiles(text: str) -> Tiles:
@@ -212,7 +217,7 @@ class Tokens:
                     show(f"{name} {tiles}")
             tuning.chosen = {}
             for shape, default in list(few.seen.items()):
-                for tiles in options.few:
+                for tiles in (tiles for out, tiles in options.few if out in (0, shape[0])):
                     few.chosen = {shape: tiles}
                     show(f"product {shape}: {tiles} (chosen: {default})")
             few.chosen = {}

@@ -1015,7 +1015,8 @@ def counts_of_several(case: Case) -> dict[str, dict]:
         expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
         expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
         y = h[:T, : weight.out]
-        dense.dense_product(x, weight, dense.Norm(norm, 1e-5), out=y, tiles=tiles)
+        scales = dense.Norm(norm, 1e-5) if T <= few_tokens.TILE else None
+        dense.dense_product(x, weight, scales, out=y, tiles=tiles)
 
     def down() -> None:
         expert_tiles.multiply_tiles(h, layer.w2, sort(), parts, None, layer.routing, tiles=tiles)

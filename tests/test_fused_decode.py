@@ -8,6 +8,7 @@ import torch
 
 import model
 import tp
+from formats import FORMATS
 from formats.kv_cache import KV_CACHES
 from model import ExpertLinear, Linear, MoE
 from models import ARCHITECTURES
@@ -17,7 +18,7 @@ from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
-from ops.products.few_tokens import FewTiles
+from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.weights import has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
@@ -354,6 +355,19 @@ def test_a_shared_expert_of_a_width_of_its_own_is_not_stacked():
     model = tp.ModelShard(args, number_format("int8", args)).model.to(torch.bfloat16)
     layers = fused_layers(model).values()
     assert len(layers) == 2 and all(layer.experts.apart for layer in layers)
+
+
+@pytest.mark.parametrize("tokens", (9, 12, 16))
+def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
+    """16 tokens only in bf16, whose programs of wo are as many as multiprocessors."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    for out, programs in ((2048, 128), (2880, 131), (5120, 320)):
+        plain = plain_weight(torch.empty(out, 64, dtype=torch.bfloat16))
+        tiles = choose_few_tiles(plain, tokens)
+        assert tiles.tokens >= tokens and -(-out // tiles.rows) == programs, (out, tiles)
+        parts = FORMATS["int8"].pack(torch.zeros(out, 64), 64)
+        packed = packed_weight(list(parts.values()), "int8", 64)
+        assert (choose_few_tiles(packed, tokens).tokens >= tokens) == (tokens < 16), out
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():

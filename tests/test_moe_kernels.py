@@ -51,6 +51,30 @@ DENSE = (
     {"format": "int8", "groups": 2, "tokens": 3, "D": 512},
     {"format": "bf16", "groups": 2, "D": 1024, "tiles": {"lanes": 64, "warps": 2}},
 )
+# Two tiles of tokens share a program's weights. Rows that are no power of two; with 16 or 32 rows x
+# has as many numbers as the weight has units.
+EQUAL_ROWS = {"rows": 16, "warps": 2, "depth": 2, "tokens": 16, "x_depth": 1}
+ODD_ROWS = EQUAL_ROWS | {"rows": 22}
+TWO_TILES = (
+    {"format": "bf16", "tokens": 16, "D": 264, "I": 56, "biased": True, "few": ODD_ROWS},
+    {"format": "int4", "tokens": 16, "I": 96, "few": EQUAL_ROWS},
+    {"format": "int8", "tokens": 12, "D": 144, "I": 48, "scale": 0.5, "few": {"rows": 11}},
+    {"format": "int4", "tokens": 9, "D": 512, "I": 128, "group": 128},
+)
+MORE_TWO_TILES = (
+    {"format": "bf16", "tokens": 9, "few": EQUAL_ROWS},
+    {"format": "int8", "tokens": 16, "D": 320, "few": EQUAL_ROWS},
+    {"format": "fp8", "tokens": 16, "D": 144, "I": 48, "few": ODD_ROWS},
+    {"format": "fp8b", "tokens": 13, "I": 96, "group": 16, "few": EQUAL_ROWS},
+    {"format": "mxfp4", "tokens": 16, "D": 288, "I": 96, "biased": True, "few": ODD_ROWS},
+    {"format": "nvfp4", "tokens": 10, "D": 288, "I": 96, "few": EQUAL_ROWS},
+    {"format": "hqq4", "tokens": 16, "D": 160, "scale": 0.5, "few": ODD_ROWS},
+    {"format": "hqq2", "tokens": 11, "D": 320, "few": EQUAL_ROWS},
+    {"format": "q4_k", "tokens": 16, "D": 768, "I": 256, "few": EQUAL_ROWS},
+    {"format": "q6_k", "tokens": 15, "D": 512, "I": 256, "few": ODD_ROWS},
+    {"format": "iq4_nl", "tokens": 16, "D": 160, "few": {"rows": 32, "warps": 2, "depth": 1}},
+    {"format": "int4", "tokens": 32, "few": {"rows": 32, "warps": 2, "depth": 1}},
+)
 MORE_DENSE = (
     {"format": "int4", "tokens": 64},
     {"format": "mxfp4", "tokens": 2, "D": 160, "fp32_norm": True},
@@ -398,6 +422,16 @@ def test_a_dense_product_of_several_tokens():
 
 
 @pytest.mark.slow
+def test_a_dense_product_of_9_to_16_tokens():
+    check_dense(TWO_TILES)
+
+
+@pytest.mark.slow
+def test_a_dense_product_of_9_to_16_tokens_in_every_format():
+    check_dense(MORE_TWO_TILES)
+
+
+@pytest.mark.slow
 def test_a_dense_product_of_several_tokens_in_every_format():
     check_dense(MORE_DENSE)
 
@@ -429,6 +463,7 @@ def test_experts_of_several_tokens_in_every_format():
     ] + [
         {"format": "int4", "tokens": 32, "E": 2, "last": (28,)},  # tiles of 32 pairs
         {"format": "bf16", "tokens": 24, "E": 3, "last": (23,)},  # of 16
+        {"format": "int8", "tokens": 24, "E": 3, "last": (23,), "few": ODD_ROWS | {"tokens": 8}},
         {"format": "mxfp4", "tokens": 20, "E": 40, "last": (-1, 9)},
     ]
     check_cases([{"D": 160, "I": 96, "A": 2} | case for case in cases])
@@ -525,3 +560,19 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
             most = 256 if format == "hqq3" else 50
             assert found[name]["exchanges"] < most, (format, name, found)
         assert found["dense"]["ahead" if format in wide else "all_ahead"] >= 4, found
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_two_tiles_of_tokens_exchanges_sums_alone():
+    """On an H200: x goes from memory to the lanes that multiply it, in every step."""
+    few = {"warps": 4, "depth": 2, "tokens": 16, "x_depth": 1}
+    sizes = {"D": 2048, "I": 768, "E": 4, "A": 4, "tokens": 16, "last": [15], "group": 128}
+    cases = [
+        sizes | {"format": format, "few": few | {"rows": rows}}
+        for rows in (16, 22)
+        for format in ("bf16", "int8", "int4")
+    ]
+    for case, found in zip(cases, run({"cases": cases}), strict=True):
+        most = 50 if case["few"]["rows"] == 16 else 90
+        for name in ("dense", "_multiply_tiles", "down"):
+            assert found[name]["exchanges"] < most, (case, found)

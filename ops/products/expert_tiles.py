@@ -140,7 +140,7 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
     return result
 
 
-# Grid [R, tiles]: a program computes `rows` rows of the result of a tile's pairs.
+# Grid [R, tiles]: a program computes `stored` rows of the result of a tile's pairs.
 #
 # Gate and up, or up alone, have an activation: the result is h [P, I], and the x of a pair is that
 # of its token.
@@ -152,7 +152,7 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TILE: tl.constexpr = 8 * s.tiles
     N: tl.constexpr = s.out // 2 if s.gated else s.out  # numbers of a result
-    row, tile = tl.program_id(0) * s.rows, tl.program_id(1)
+    row, tile = tl.program_id(0) * s.stored, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     count, expert = tl.load(order.counts + tile), tl.load(order.experts + tile)
@@ -181,6 +181,8 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, slot = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
+    if s.stored < s.rows:
+        inside &= rows < row + s.stored
     scales = load_row_scales(weights, 0, rows, inside, s)
     if s.gated:
         up_scales = load_row_scales(weights, N, rows, inside, s)
@@ -301,7 +303,7 @@ def multiply_tiles(
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
-    grid = triton.cdiv(N, s.rows), count
+    grid = triton.cdiv(N, s.stored), count
     launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
     return y
 

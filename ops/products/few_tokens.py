@@ -33,7 +33,7 @@ class DenseSettings(FewSettings):
     gated: bool = False
 
 
-# Grid [R, blocks]: a program computes `rows` rows of the result of a block of tokens.
+# Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
 #
 # The result is scale * (product + bias), with `silu` that of it, + residual. All but x is loaded
 # before the wait.
@@ -41,7 +41,7 @@ class DenseSettings(FewSettings):
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    row = tl.program_id(0) * s.rows
+    row = tl.program_id(0) * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
         x += first * s.width
@@ -53,6 +53,8 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
+    if s.stored < s.rows:
+        stores &= rows < row + s.stored
     if norm is not None:
         for d in tl.static_range(s.x_depth):
             norms = norms + (load_fields(norm, None, d, s, True),)
@@ -84,7 +86,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
 class FewTiles:
     """How a product of several tokens divides its work. benchmarks/few_tokens.py measures some."""
 
-    rows: int = 16  # rows of the result that a program computes: 16, 32 or 64
+    rows: int = 16  # rows of the result that a program computes: up to 64
     warps: int = 4  # each takes a part of the numbers along `in`
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
@@ -102,9 +104,11 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
-    and a program has fewer tokens if few would be left. Programs of 4 bits use few registers, so
-    that a multiprocessor runs many of them. A product with few rows has all of its weights in
-    flight, or eight warps a program, which keep the memory busy (docs/log/prompts.md).
+    and a program has fewer tokens if few would be left. 9 to 15 tokens share a program's weights,
+    and 16 those of bf16; of packed weights x binds 16, so that two blocks of 8 are as fast
+    (docs/log/speculation.md). Programs of 4 bits use few registers, so that a multiprocessor runs
+    many of them. A product with few rows has all of its weights in flight, or eight warps a
+    program, which keep the memory busy (docs/log/prompts.md).
     """
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
@@ -112,6 +116,10 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         narrow = weight.out < 512
         size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
+        shares = tokens < 2 * TILE or weight.kind == "bf16"
+        fits = tokens <= 2 * TILE and weight.out < 64 * weight.multiprocessors
+        if shares and fits and not narrow:
+            return choose_two_tiles(weight)
         if size == TILE and tokens == 2 * TILE and not narrow:
             return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
         if narrow:
@@ -123,6 +131,18 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     if weight.kind == "bf16" and small:
         return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
+
+
+def choose_two_tiles(weight: Weight) -> FewTiles:
+    """Return how to divide a dense product of 9 to 16 tokens, whose weight is read once.
+
+    Each program reads all of x. So a multiprocessor has one program of a bf16 weight with up to 32
+    rows each: 22 of gpt-oss-20b's wo. With 16 rows some would have twice as many.
+    """
+    rows = triton.cdiv(weight.out, weight.multiprocessors)
+    if weight.kind == "bf16" and 16 < rows <= 32:
+        return FewTiles(rows, 8, 8, 2 * TILE, x_depth=2)
+    return FewTiles(16, 8, 4, 2 * TILE, x_depth=1)
 
 
 def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
@@ -163,7 +183,8 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         group=weight.group,
         kind=weight.kind,
         vec=vec,
-        rows=tiles.rows,
+        rows=max(16, triton.next_power_of_2(tiles.rows)),
+        stored=tiles.rows,
         warps=tiles.warps,
         depth=depth,
         x_depth=largest_divisor(depth, tiles.x_depth or depth),
@@ -202,7 +223,7 @@ def down_few(
     s = DenseSettings(**fixed)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
-    grid = triton.cdiv(s.out, s.rows), blocks
+    grid = triton.cdiv(s.out, s.stored), blocks
     x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
     tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
     launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)

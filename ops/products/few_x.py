@@ -20,6 +20,10 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
     RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
     TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
     at = tl.arange(0, 64 * WARPS * VEC * TILES)
+    if TILES > 1:
+        # Of two dimensions: x of two tiles has as many numbers as 16 rows of the weight have units.
+        # Loads of one shape get one layout, and x would go through shared memory in each step.
+        at = at[:, None]
     tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
     if FIELDS == 1:  # bf16: units are neighbors
         lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
@@ -35,13 +39,19 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
             field = K % 2 * 4 + K // 2 + 2 * half
         number = word // RUN * (RUN * 2 * FIELDS) + field * RUN + word % RUN
     if begins is not None:
-        number += begins
+        number += begins[:, None] if TILES > 1 else begins
     elif not ONE_ROW:
         number += tl.minimum(token, s.tokens - 1) * s.width
     RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
-    number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
+    if TILES > 1:
+        number = tl.max_contiguous(tl.multiple_of(number, (RUN_OF_LOAD, 1)), (RUN_OF_LOAD, 1))
+    else:
+        number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
     if s.words % (4 * VEC * WARPS):
-        return tl.load(x + number, mask=quad < s.words // VEC, other=0.0)
+        inside = quad < s.words // VEC
+        if TILES > 1:
+            inside = tl.max_constancy(inside, (RUN_OF_LOAD, 1))
+        return tl.load(x + number, mask=inside, other=0.0)
     else:
         return tl.load(x + number)
 

@@ -50,7 +50,8 @@ class FewSettings(Codes):
     group: int  # numbers that share a scale
     kind: str
     vec: int  # words that a lane loads at once
-    rows: int  # rows of the result that a program computes
+    rows: int  # rows of the result in a program's tiles
+    stored: int  # those that a program stores; further ones repeat the last of them
     warps: int
     depth: int  # steps of weights in flight, which divide all steps
     x_depth: int  # steps of x in flight, which divide `depth`
@@ -106,7 +107,11 @@ def _rows_and_words(lane, row, step, s: tl.constexpr):
 
     Rows and words past the end become the last: such a row is not stored, such a word's x is 0.
     """
-    rows = tl.minimum(row + lane // (32 * s.warps) * 8 + lane // 4 % 8, s.out - 1)
+    if s.stored < s.rows:
+        own = tl.minimum(lane // (32 * s.warps) * 8 + lane // 4 % 8, s.stored - 1)
+        rows = tl.minimum(row + own, s.out - 1)
+    else:
+        rows = tl.minimum(row + lane // (32 * s.warps) * 8 + lane // 4 % 8, s.out - 1)
     word = ((step * s.warps + lane // 32 % s.warps) * 4 + lane % 4) * s.vec
     return rows, tl.minimum(word, s.words - s.vec)
 
