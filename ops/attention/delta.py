@@ -14,11 +14,20 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 `last` + 1 are real; M tokens that `Pending` has memory for.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ops.attention.delta_chunk import (
+    convolve_chunk,
+    key_rows,
+    read_chunk,
+    split_fp32,
+    value_rows,
+    write_chunk,
+)
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
     WARPS,
@@ -41,12 +50,20 @@ from ops.attention.delta_state import (
     softplus,
     sum_past,
     tile_places,
+    value_columns,
     with_even_rows,
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
+
+
+CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
+# Calls of fewer tokens take them in one after the other. So do those with a decay for each channel:
+# its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py).
+LEAST_CHUNK = 4
+PRECISION = "tf32x3"  # as of ops/attention/delta_prompt.py, of models that are not fp32
 
 
 class Gates(NamedTuple):
@@ -117,7 +134,9 @@ def _load_gates(at, rate, bias):
 def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
     """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
     out = out.to(DTYPE).to(tl.float32)
-    square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
+    square = tl.sum(out * out, len(out.shape) - 1, keep_dims=True)
+    if s.rows == 0:
+        square = tl.sum(square, 1, keep_dims=True)
     return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
 
@@ -161,6 +180,56 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         tl.store(y + token * STRIDE, zeros, mask=is_first)
 
 
+@jit
+def _chunk_gates(at, rate, bias, real, s: tl.constexpr):
+    """Return g and beta [ROWS] of a chunk; 0 after `real` tokens. at: where b and a are."""
+    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
+    is_real = tl.arange(0, s.rows) < real
+    return tl.where(is_real, -rate * softplus(a + bias), 0.0), tl.where(is_real, tl.sigmoid(b), 0.0)
+
+
+@jit
+def _take_in_chunk(old, window, kept, taps, gates, places, accepted, s: tl.constexpr):
+    """Return the state after the pending tokens that were accepted. kept: where the first b is."""
+    key_inputs, value_inputs = (), ()
+    for n in tl.static_range(s.width - 1 + s.rows):
+        inputs = window + tl.minimum(n, s.width - 2 + accepted) * s.channels
+        key_inputs = key_inputs + (tl.load(inputs + places[0]),)
+        value_inputs = value_inputs + (tl.load(inputs + places[1]),)
+    kept += tl.minimum(tl.arange(0, s.rows), accepted - 1) * s.gates
+    g, beta = _chunk_gates((kept, kept + s.heads), gates[0], gates[1], accepted, s)
+    _, k = key_rows(convolve_chunk(key_inputs, taps[0], accepted, s.rows, s), s)
+    v = value_rows(convolve_chunk(value_inputs, taps[1], accepted, s.rows, s))
+    return write_chunk(k, v, g, beta, old, s)
+
+
+@jit
+def _read_chunk(qkvz, found, y, parts, past, taps, gates, places, real, tokens, s: tl.constexpr):
+    """`_read_tokens` as one chunk. Return the inputs of q and k, and of v, with those before them.
+
+    parts: of the state, as of `dot_split`. Tokens after the last one are read as that.
+    """
+    STRIDE: tl.constexpr = s.heads * s.value_dim
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    key_inputs, value_inputs = past
+    for n in tl.static_range(s.own):
+        token = qkvz + tl.minimum(n, tokens - 1) * s.row
+        key_inputs = key_inputs + (tl.load(token + places[0]),)
+        value_inputs = value_inputs + (tl.load(token + places[1]),)
+    row, columns = tl.arange(0, s.rows)[:, None], tl.arange(0, s.value_dim)[None, :]
+    near = tl.minimum(row, tokens - 1)
+    gate = tl.load(qkvz + near * s.row + s.outputs + places[2] + columns).to(tl.float32)
+    own = _own_gates_at(found, tl.minimum(tl.arange(0, s.rows), tokens - 1), s)
+    g, beta = _chunk_gates(own, gates[0], gates[1], real, s)
+    q, k = key_rows(convolve_chunk(key_inputs, taps[0], real, s.own, s), s)
+    v = value_rows(convolve_chunk(value_inputs, taps[1], real, s.own, s))
+    out = read_chunk(q, k, v, g, beta, parts, s)
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
+    out = _norm_head(out, tl.where(row < real, factor * gates[2], 0.0), s, DTYPE)
+    tl.store(y + row * STRIDE + columns, out.to(DTYPE), mask=row < tokens)
+    return key_inputs, value_inputs
+
+
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
 # projections, which make qkvz and ba. So are pending tokens taken in, of which there are none after
 # another call of one token.
@@ -197,26 +266,32 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     state += (row * H + head) * s.key_dim * CV + rows * CV + columns
     old = as_tile(tl.load(state), s)
     keys, values = key_channels(head, s), s.first_value + head * CV
-    lane_row, columns = tile_places(s.lane_rows, s)
-    own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
-    own += tl.arange(0, s.warp_columns)[None, None, None, :]
+    own, columns, is_first = value_columns(s)
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + _decays_of(head, s)).to(tl.float32)
+    if s.rows > 0:
+        own = tl.arange(0, CV)[None, :]
     weight = tl.load(weights.norm + own).to(tl.float32)
     window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     values += columns
     read = tl.zeros_like(keys)
     accepted = count_accepted(first, place, real, s)
-    for token in range(accepted):
-        inputs = window + token * s.channels
-        qk = convolve_stored(inputs + keys, key_taps, s)
-        v = convolve_stored(inputs + values, value_taps, s)
-        kept = _pending_gates_at(pending, row, token, head, s)
-        decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
-        _, old = read_and_update(old, qk, v, decay, share, s)
-        read ^= qk.to(tl.int32, bitcast=True)
+    if s.rows > 0:
+        taps, places = (key_taps, value_taps), (keys, values)
+        kept = _pending_gates_at(pending, row, 0, head, s)
+        if accepted > 0:  # what was read of q's and k's inputs has passed barriers
+            old = _take_in_chunk(old, window, kept, taps, (rate, bias), places, accepted, s)
+    else:
+        for token in range(accepted):
+            inputs = window + token * s.channels
+            qk = convolve_stored(inputs + keys, key_taps, s)
+            v = convolve_stored(inputs + values, value_taps, s)
+            kept = _pending_gates_at(pending, row, token, head, s)
+            decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
+            _, old = read_and_update(old, qk, v, decay, share, s)
+            read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, tl.reshape(old, state.shape))
@@ -226,6 +301,9 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     value_inputs = load_past(newest, values, s)
     value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
+    if s.rows > 0 and qkvz is not None:
+        # Split before the wait, so that the parts are in shared memory then.
+        parts = split_fp32(old) if qkvz.dtype.element_ty == tl.bfloat16 else (old,)
     if SHARING > 1:
         # 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
         read ^= key_past.to(tl.int32, bitcast=True)
@@ -233,11 +311,12 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
-    is_first = lane_row == 0
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV + columns
+        y += (sequence * tokens * H + head) * CV
+        if s.rows == 0:
+            y += columns
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
@@ -263,11 +342,24 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         if qkvz is not None:
             begin = place + 1
             past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
-            factors, places = (rate, bias, weight), (keys, values, is_first)
-            _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
+            factors = rate, bias, weight
+            if s.rows > 0:
+                places = keys, values, s.first_value + head * CV
+                key_inputs, value_inputs = _read_chunk(
+                    qkvz, found, y, parts, past, taps, factors, places, real, tokens, s
+                )
+            else:
+                places = keys, values, is_first
+                _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + row * H + head, begin)
-            if qkvz is not None:
+            if s.own > 0:
+                token = tl.arange(0, s.rows)
+                pending_b = _pending_gates_at(pending, row, token, head, s)
+                b, a = _own_gates_at(found, token, s)
+                tl.store(pending_b, tl.load(b, mask=token < tokens), mask=token < tokens)
+                tl.store(pending_b + s.heads, tl.load(a, mask=token < tokens), mask=token < tokens)
+            elif qkvz is not None:
                 for token in range(tokens):
                     kept = _pending_gates_at(pending, row, token, head, s)
                     tl.store(kept, tl.load(found[0] + token * s.ba_row))
@@ -326,11 +418,20 @@ def delta_tokens(
     own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
     rows = qkvz.stride(1), own.ba.stride(1)
     s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels, sigmoid_gate)
+    s = replace(s, **chunk_of(T, s, qkvz.dtype))
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
     y = qkvz.new_empty(B, T, H * CV)
     tensors = qkvz, own, memory, arrivals, y
     launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
     return y
+
+
+def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
+    """Return how a call's tokens are computed: settings of `DeltaSettings`."""
+    if tokens < LEAST_CHUNK or s.channel_decay:
+        return {}
+    precision = "tf32x3" if dtype == torch.float32 else PRECISION
+    return dict(rows=CHUNK, own=CHUNK // 2 if 2 * tokens <= CHUNK else CHUNK, precision=precision)
 
 
 @delta_tokens.register_fake
@@ -371,6 +472,7 @@ def take_in_pending(
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
         s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, 0, 0, len(w.dt_bias) > H)
+        s = replace(s, **chunk_of(M, s, pending[0].dtype) | {"own": 0})
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         tensors = None, None, memory, arrivals, None
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)

@@ -63,6 +63,9 @@ class DeltaSettings:
     ba_row: int
     channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
+    rows: int = 0  # tokens of a chunk, padding included; 0: no chunk, one token after the other
+    own: int = 0  # of these, at most so many are a call's own
+    precision: str = "tf32"  # of a chunk's products of fp32, as of ops/attention/delta_prompt.py
 
     # A token's numbers in `Pending.gates`.
     gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
@@ -73,6 +76,8 @@ class DeltaSettings:
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
     blocks = property(lambda s: s.value_dim // s.warp_columns)
     lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
+    columns = property(lambda s: s.value_dim)  # of the state, that a program has
+    levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     # Copies of q and k that give each thread one of their numbers.
     copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
 
@@ -101,20 +106,46 @@ def with_even_rows(x: Tensor) -> Tensor:
 def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
     """Return rows [n, 1] and columns [n, warp_columns] of a tile of ROWS rows of the state.
 
-    n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns.
+    n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns. For a
+    chunk, which tensor cores multiply: rows [Ck, 1] and columns [1, Cv].
     """
-    LANE_ROWS: tl.constexpr = s.lane_rows
-    part = tl.arange(0, ROWS * s.blocks)[:, None]
-    rows = part // (s.blocks * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
-    columns = tl.arange(0, s.warp_columns)[None, :]
-    return rows, part // LANE_ROWS % s.blocks * s.warp_columns + columns
+    if s.rows > 0:
+        return tl.arange(0, ROWS)[:, None], tl.arange(0, s.value_dim)[None, :]
+    else:
+        LANE_ROWS: tl.constexpr = s.lane_rows
+        part = tl.arange(0, ROWS * s.blocks)[:, None]
+        rows = part // (s.blocks * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+        columns = tl.arange(0, s.warp_columns)[None, :]
+        return rows, part // LANE_ROWS % s.blocks * s.warp_columns + columns
 
 
 @jit
 def as_tile(x, s: tl.constexpr):
-    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
-    ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
-    return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
+    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions.
+
+    A chunk's tiles stay as they are.
+    """
+    if s.rows > 0:
+        return x
+    else:
+        ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
+        return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
+
+
+@jit
+def value_columns(s: tl.constexpr):
+    """Return a head's columns of v as weights have them, as inputs do, and which are stored.
+
+    A chunk's are one dimension, twice: as many numbers as threads.
+    """
+    if s.rows > 0:
+        columns = tl.arange(0, 2 * s.value_dim)
+        return columns % s.value_dim, columns % s.value_dim, columns < s.value_dim
+    else:
+        lane_row, columns = tile_places(s.lane_rows, s)
+        own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
+        own += tl.arange(0, s.warp_columns)[None, None, None, :]
+        return own, columns, lane_row == 0
 
 
 @jit
@@ -245,10 +276,19 @@ def convolve(x, past, taps, s: tl.constexpr):
 
 @jit
 def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'."""
+    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'.
+
+    A chunk's tokens are not loaded again: `inputs` has theirs, too.
+    """
     for n in tl.static_range(s.width - 1):
         tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
-    if not s.is_one and own is not None:
+    if len(inputs) >= s.width:
+        for n in tl.static_range(s.width - 1, len(inputs)):
+            exists = channels < tl.where(n < s.width - 1 + tokens, s.channels, 0)
+            if mask is not None:
+                exists = exists & mask
+            tl.store(window + n * s.channels + channels, inputs[n], mask=exists)
+    elif not s.is_one and own is not None:
         for token in range(tokens):
             x = tl.load(own + token * s.row + channels)
             tl.store(window + (s.width - 1 + token) * s.channels + channels, x, mask=mask)

@@ -1,0 +1,197 @@
+"""Chunks of the gated delta rule: what prompts and calls of a few tokens compute alike.
+
+A chunk's tokens correct the state as one triangular system (Yang et al. 2024, Parallelizing linear
+transformers with the delta rule over sequence length, section 3): ops/plain/gated_delta.py has the
+formulas, the letters and the reference. Below is what calls of a few tokens add
+(ops/attention/delta.py). Such a call is one chunk of ROWS tokens, of which some are padding: their
+inputs, g and beta are 0. A program has a whole head, so the systems are not stored.
+"""
+
+from ops.attention.delta_state import convolve, sum_past
+from ops.launch import jit, tl
+
+
+@jit
+def decay_between(total):
+    """total [T], sums of g -> the decay of token i since token j <= i; 0 for later j: [T, T]."""
+    i = tl.arange(0, total.shape[0])
+    between = total[:, None] - total[None, :]
+    return tl.exp(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
+
+
+@jit
+def split_fp32(x):
+    """Split fp32 into three bf16 that sum to it, but for its last bit."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
+def dot_split(x, parts, sums, PRECISION: tl.constexpr):
+    """sums + x @ y. parts: those of y by `split_fp32` if x is bf16, else y alone."""
+    if x.dtype == tl.bfloat16:
+        if PRECISION == "tf32x3":
+            sums = tl.dot(x, parts[2], sums)
+        return tl.dot(x, parts[0], tl.dot(x, parts[1], sums))
+    else:
+        return tl.dot(x.to(tl.float32), parts[0], sums, input_precision=PRECISION)
+
+
+@jit
+def dot_fp32(x, y, sums, PRECISION: tl.constexpr):
+    """sums + x @ y, of which one is fp32 and the other as stored.
+
+    If that is bf16, products of bf16 are as exact as fp32, in half the time of tf32x3.
+    """
+    if x.dtype == tl.bfloat16:
+        return dot_split(x, split_fp32(y), sums, PRECISION)
+    elif y.dtype == tl.bfloat16:
+        high, middle, low = split_fp32(x)
+        if PRECISION == "tf32x3":
+            sums = tl.dot(low, y, sums)
+        return tl.dot(high, y, tl.dot(middle, y, sums))
+    else:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), sums, input_precision=PRECISION)
+
+
+@jit
+def invert_unit_lower(system, s: tl.constexpr):
+    """Invert I + system, which is strictly lower triangular [T, T], T = 16 to 64.
+
+    Join pairs of inverted blocks of 1, 2, 4, ... tokens: [[A, 0], [C, B]] has the inverse
+    [[A', 0], [-B' C A', B']]. Powers of the system, which need fewer steps, grow without bound and
+    cancel.
+    """
+    i = tl.arange(0, system.shape[0])
+    apart = i[:, None] ^ i[None, :]
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
+    for level in range(1, s.levels):
+        corner = tl.where(apart >> level == 1, system, 0.0)
+        product = tl.dot(corner, inverse, input_precision=s.precision)
+        inverse -= tl.dot(inverse, product, input_precision=s.precision)
+    return inverse
+
+
+@jit
+def take_in_chunk(state, written, rest, correction, remains, s: tl.constexpr):
+    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
+    # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
+    # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
+    change = tl.zeros([s.columns, s.key_dim], tl.float32)
+    correction = tl.trans(correction)
+    if rest is not None:
+        change = tl.dot(correction.to(tl.bfloat16), rest, change)
+    change = dot_fp32(correction, written, change, "tf32x3")
+    return state * remains + tl.trans(change)
+
+
+# A few tokens -------------------------------------------------------------------------------------
+
+
+@jit
+def halves(x):
+    """x [2 n, T] -> its first n rows, and the others."""
+    x = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]])
+    return tl.split(tl.permute(x, (1, 2, 0)))
+
+
+@jit
+def convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
+    """Convolve COUNT tokens, and apply SiLU -> [n, ROWS], rounded as inputs; 0 after `real` tokens.
+
+    inputs: of the W - 1 tokens before them, then theirs, [n] each.
+    """
+    tokens = ()
+    for n in tl.static_range(s.rows):
+        if n < COUNT:
+            past = sum_past(inputs[n:], taps, 0.0, s)
+            y = convolve(inputs[n + s.width - 1], past, taps, s).to(inputs[0].dtype)
+        else:
+            y = tl.zeros_like(inputs[0])
+        tokens = tokens + (y,)
+    # Joined so that a thread has all tokens of a channel: nothing moves. The last one joined is the
+    # lowest bit of a token's number.
+    for level in tl.static_range(s.levels):
+        joined = ()
+        for n in tl.static_range(s.rows >> (level + 1)):
+            joined = joined + (tl.join(tokens[n], tokens[n + (s.rows >> (level + 1))]),)
+        tokens = joined
+    y = tl.reshape(tokens[0], [inputs[0].shape[0], s.rows])
+    return tl.where(tl.arange(0, s.rows)[None, :] < real, y, 0.0)
+
+
+@jit
+def key_rows(x, s: tl.constexpr):
+    """x [copies 2 Ck, T], channels as of `key_channels` -> q and k [T, Ck]."""
+    if s.copies == 2:
+        x, _ = halves(x)
+    q, k = halves(x)
+    return tl.trans(q), tl.trans(k)
+
+
+@jit
+def value_rows(x):
+    """x [2 Cv, T], all channels twice -> v [T, Cv], fp32."""
+    v, _ = halves(x)
+    return tl.trans(v).to(tl.float32)
+
+
+@jit
+def _products(x, y, s: tl.constexpr):
+    """x @ y^T [T, T], of numbers as stored."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(x, tl.trans(y))
+    else:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        return tl.dot(x, tl.trans(y), input_precision=s.precision)
+
+
+@jit
+def _inverse_norms(products):
+    """Return 1 / the L2 norm of each row of x. products: x @ x^T [T, T], which has them exactly."""
+    i = tl.arange(0, products.shape[0])
+    squares = tl.where(i[:, None] == i[None, :], products, 0.0)
+    return tl.rsqrt(tl.sum(squares, 1) + 1e-6), tl.rsqrt(tl.sum(squares, 0) + 1e-6)
+
+
+@jit
+def solve_chunk(k, g, beta, s: tl.constexpr):
+    """Return a chunk's sums of g [T], the factor 1 / |k| [T], decays and the inverse [T, T].
+
+    k [T, Ck], not normalized. Decays [T, T] are those of `decay_between`, with the factor of the
+    token that has written. The inverse has beta.
+    """
+    i, total = tl.arange(0, s.rows), tl.cumsum(g, 0)
+    products = _products(k, k, s)
+    scale, column_scale = _inverse_norms(products)
+    decay = decay_between(total) * column_scale[None, :]
+    system = tl.where(i[:, None] > i[None, :], (beta * scale)[:, None] * products * decay, 0.0)
+    return total, scale, decay, invert_unit_lower(system, s) * beta[None, :]
+
+
+@jit
+def read_chunk(q, k, v, g, beta, parts, s: tl.constexpr):
+    """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as of `dot_split`."""
+    total, scale, decay, inverse = solve_chunk(k, g, beta, s)
+    zeros, since = tl.zeros([s.rows, s.value_dim], tl.float32), tl.exp(total)
+    errors = v - (since * scale)[:, None] * dot_split(k, parts, zeros, s.precision)
+    q_scale, _ = _inverse_norms(_products(q, q, s))
+    q_scale *= s.key_dim**-0.5
+    y = (since * q_scale)[:, None] * dot_split(q, parts, zeros, s.precision)
+    scores = q_scale[:, None] * _products(q, k, s) * decay
+    scores = tl.dot(scores, inverse, input_precision=s.precision)
+    return tl.dot(scores, errors, y, input_precision=s.precision)
+
+
+@jit
+def write_chunk(k, v, g, beta, state, s: tl.constexpr):
+    """Return the state [Ck, Cv] after a chunk."""
+    total, scale, _, inverse = solve_chunk(k, g, beta, s)
+    whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
+    errors = dot_fp32(k, state, zeros, "tf32x3")
+    errors = v - (tl.exp(total) * scale)[:, None] * errors
+    correction = tl.dot(inverse, errors, input_precision="tf32x3")
+    correction *= (scale * tl.exp(whole - total))[:, None]
+    return take_in_chunk(state, k, None, correction, tl.exp(whole), s)
