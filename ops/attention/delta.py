@@ -63,7 +63,7 @@ CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
 # Calls of fewer tokens take them in one after the other. So do those with a decay for each channel:
 # its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py).
 LEAST_CHUNK = 4
-PRECISION = "tf32x3"  # as of ops/attention/delta_prompt.py, of models that are not fp32
+PRECISION = "tf32"  # as of ops/attention/delta_prompt.py, of models that are not fp32
 
 
 class Gates(NamedTuple):
@@ -204,30 +204,42 @@ def _take_in_chunk(old, window, kept, taps, gates, places, accepted, s: tl.const
 
 
 @jit
-def _read_chunk(qkvz, found, y, parts, past, taps, gates, places, real, tokens, s: tl.constexpr):
-    """`_read_tokens` as one chunk. Return the inputs of q and k, and of v, with those before them.
+def _read_chunk(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
+    """`_read_tokens` as one chunk, which makes the tokens the pending ones.
 
-    parts: of the state, as of `dot_split`. Tokens after the last one are read as that.
+    parts: of the state, as of `dot_split`. places: channels of q and k, of v, and the first of v;
+    which of v are stored, and whether q's and k's are. kept: the window, and where the first
+    pending token has b. counts: real tokens, and all. Those after the last one are read as that.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, first_value, is_first, moves_keys = places
+    real, tokens = counts
     key_inputs, value_inputs = past
     for n in tl.static_range(s.own):
         token = qkvz + tl.minimum(n, tokens - 1) * s.row
-        key_inputs = key_inputs + (tl.load(token + places[0]),)
-        value_inputs = value_inputs + (tl.load(token + places[1]),)
+        key_inputs = key_inputs + (tl.load(token + keys),)
+        value_inputs = value_inputs + (tl.load(token + values),)
     row, columns = tl.arange(0, s.rows)[:, None], tl.arange(0, s.value_dim)[None, :]
-    near = tl.minimum(row, tokens - 1)
-    gate = tl.load(qkvz + near * s.row + s.outputs + places[2] + columns).to(tl.float32)
-    own = _own_gates_at(found, tl.minimum(tl.arange(0, s.rows), tokens - 1), s)
+    gate = qkvz + tl.minimum(row, tokens - 1) * s.row + (s.outputs + first_value)
+    gate = tl.load(gate + columns).to(tl.float32)
+    token = tl.arange(0, s.rows)
+    own = _own_gates_at(found, tl.minimum(token, tokens - 1), s)
+    b, a = tl.load(own[0]), tl.load(own[1])
     g, beta = _chunk_gates(own, gates[0], gates[1], real, s)
     q, k = key_rows(convolve_chunk(key_inputs, taps[0], real, s.own, s), s)
     v = value_rows(convolve_chunk(value_inputs, taps[1], real, s.own, s))
+    pending_b = kept[1] + token * s.gates
+    if real > 0:  # in flight while the state is read
+        tl.store(pending_b, b, mask=token < tokens)
+        tl.store(pending_b + s.heads, a, mask=token < tokens)
+        keep_inputs(kept[0], value_inputs, None, values, tokens, is_first, s)
+        if moves_keys:
+            keep_inputs(kept[0], key_inputs, None, keys, tokens, None, s)
     out = read_chunk(q, k, v, g, beta, parts, s)
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
     out = _norm_head(out, tl.where(row < real, factor * gates[2], 0.0), s, DTYPE)
     tl.store(y + row * STRIDE + columns, out.to(DTYPE), mask=row < tokens)
-    return key_inputs, value_inputs
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -342,32 +354,26 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         if qkvz is not None:
             begin = place + 1
             past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
-            factors = rate, bias, weight
-            if s.rows > 0:
-                places = keys, values, s.first_value + head * CV
-                key_inputs, value_inputs = _read_chunk(
-                    qkvz, found, y, parts, past, taps, factors, places, real, tokens, s
-                )
-            else:
-                places = keys, values, is_first
-                _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
+            factors, counts = (rate, bias, weight), (real, tokens)
+        if s.own > 0:
+            places = keys, values, s.first_value + head * CV, is_first, moves_keys
+            kept = window, _pending_gates_at(pending, row, 0, head, s)
+            _read_chunk(qkvz, found, y, parts, past, taps, factors, places, kept, counts, s)
+        elif qkvz is not None:
+            places = keys, values, is_first
+            _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + row * H + head, begin)
-            if s.own > 0:
-                token = tl.arange(0, s.rows)
-                pending_b = _pending_gates_at(pending, row, token, head, s)
-                b, a = _own_gates_at(found, token, s)
-                tl.store(pending_b, tl.load(b, mask=token < tokens), mask=token < tokens)
-                tl.store(pending_b + s.heads, tl.load(a, mask=token < tokens), mask=token < tokens)
-            elif qkvz is not None:
-                for token in range(tokens):
-                    kept = _pending_gates_at(pending, row, token, head, s)
-                    tl.store(kept, tl.load(found[0] + token * s.ba_row))
-                    _, a = _own_gates_at(found, token, s)
-                    tl.store(kept + _pending_decays(head, s), tl.load(a))
-            keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
-            if moves_keys:
-                keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
+            if s.own == 0:
+                if qkvz is not None:
+                    for token in range(tokens):
+                        kept = _pending_gates_at(pending, row, token, head, s)
+                        tl.store(kept, tl.load(found[0] + token * s.ba_row))
+                        _, a = _own_gates_at(found, token, s)
+                        tl.store(kept + _pending_decays(head, s), tl.load(a))
+                keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
+                if moves_keys:
+                    keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
 

@@ -57,20 +57,33 @@ def dot_fp32(x, y, sums, PRECISION: tl.constexpr):
 
 
 @jit
-def invert_unit_lower(system, s: tl.constexpr):
-    """Invert I + system, which is strictly lower triangular [T, T], T = 16 to 64.
+def _join_blocks(inverse, system, level, PRECISION: tl.constexpr):
+    """Invert blocks of 2**(level + 1) tokens. inverse: of their halves."""
+    i = tl.arange(0, system.shape[0])
+    corner = tl.where((i[:, None] ^ i[None, :]) >> level == 1, system, 0.0)
+    product = tl.dot(corner, inverse, input_precision=PRECISION)
+    return inverse - tl.dot(inverse, product, input_precision=PRECISION)
+
+
+@jit
+def invert_unit_lower(
+    system, LEVELS: tl.constexpr, PRECISION: tl.constexpr, UNROLLED: tl.constexpr = False
+):
+    """Invert I + system, which is strictly lower triangular [T, T], T = 2**LEVELS, 16 to 64.
 
     Join pairs of inverted blocks of 1, 2, 4, ... tokens: [[A, 0], [C, B]] has the inverse
     [[A', 0], [-B' C A', B']]. Powers of the system, which need fewer steps, grow without bound and
-    cancel.
+    cancel. UNROLLED: every warp then has whole results of 16 tokens, and waits for no other.
     """
     i = tl.arange(0, system.shape[0])
     apart = i[:, None] ^ i[None, :]
     inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
-    for level in range(1, s.levels):
-        corner = tl.where(apart >> level == 1, system, 0.0)
-        product = tl.dot(corner, inverse, input_precision=s.precision)
-        inverse -= tl.dot(inverse, product, input_precision=s.precision)
+    if UNROLLED:
+        for level in tl.static_range(1, LEVELS):
+            inverse = _join_blocks(inverse, system, level, PRECISION)
+    else:
+        for level in range(1, LEVELS):
+            inverse = _join_blocks(inverse, system, level, PRECISION)
     return inverse
 
 
@@ -139,13 +152,13 @@ def value_rows(x):
 
 
 @jit
-def _products(x, y, s: tl.constexpr):
+def _products(x, y, PRECISION: tl.constexpr):
     """x @ y^T [T, T], of numbers as stored."""
     if x.dtype == tl.bfloat16:
         return tl.dot(x, tl.trans(y))
     else:
         x, y = x.to(tl.float32), y.to(tl.float32)
-        return tl.dot(x, tl.trans(y), input_precision=s.precision)
+        return tl.dot(x, tl.trans(y), input_precision=PRECISION)
 
 
 @jit
@@ -157,38 +170,39 @@ def _inverse_norms(products):
 
 
 @jit
-def solve_chunk(k, g, beta, s: tl.constexpr):
+def solve_chunk(k, g, beta, PRECISION: tl.constexpr, s: tl.constexpr):
     """Return a chunk's sums of g [T], the factor 1 / |k| [T], decays and the inverse [T, T].
 
     k [T, Ck], not normalized. Decays [T, T] are those of `decay_between`, with the factor of the
     token that has written. The inverse has beta.
     """
     i, total = tl.arange(0, s.rows), tl.cumsum(g, 0)
-    products = _products(k, k, s)
+    products = _products(k, k, PRECISION)
     scale, column_scale = _inverse_norms(products)
     decay = decay_between(total) * column_scale[None, :]
     system = tl.where(i[:, None] > i[None, :], (beta * scale)[:, None] * products * decay, 0.0)
-    return total, scale, decay, invert_unit_lower(system, s) * beta[None, :]
+    inverse = invert_unit_lower(system, s.levels, PRECISION, True)
+    return total, scale, decay, inverse * beta[None, :]
 
 
 @jit
 def read_chunk(q, k, v, g, beta, parts, s: tl.constexpr):
     """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as of `dot_split`."""
-    total, scale, decay, inverse = solve_chunk(k, g, beta, s)
+    total, scale, decay, inverse = solve_chunk(k, g, beta, s.precision, s)
     zeros, since = tl.zeros([s.rows, s.value_dim], tl.float32), tl.exp(total)
     errors = v - (since * scale)[:, None] * dot_split(k, parts, zeros, s.precision)
-    q_scale, _ = _inverse_norms(_products(q, q, s))
+    q_scale, _ = _inverse_norms(_products(q, q, s.precision))
     q_scale *= s.key_dim**-0.5
     y = (since * q_scale)[:, None] * dot_split(q, parts, zeros, s.precision)
-    scores = q_scale[:, None] * _products(q, k, s) * decay
+    scores = q_scale[:, None] * _products(q, k, s.precision) * decay
     scores = tl.dot(scores, inverse, input_precision=s.precision)
     return tl.dot(scores, errors, y, input_precision=s.precision)
 
 
 @jit
 def write_chunk(k, v, g, beta, state, s: tl.constexpr):
-    """Return the state [Ck, Cv] after a chunk."""
-    total, scale, _, inverse = solve_chunk(k, g, beta, s)
+    """Return the state [Ck, Cv] after a chunk, as exact as fp32: its errors add up."""
+    total, scale, _, inverse = solve_chunk(k, g, beta, "tf32x3", s)
     whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
     errors = dot_fp32(k, state, zeros, "tf32x3")
     errors = v - (tl.exp(total) * scale)[:, None] * errors

@@ -122,7 +122,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
     place = ((sequence * s.heads + head) * chunks + chunk) * T + row
     if s.channel_decay:
         products = tl.load(systems.decayed.products + (place * T + column))
-        inverse = invert_unit_lower(beta[:, None] * products, s)
+        inverse = invert_unit_lower(beta[:, None] * products, s.levels, PRECISION)
         right, keys, is_kept = inverse * beta[None, :], systems.decayed.begun + place * CK, i < T
     else:
         g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
@@ -141,7 +141,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
         tl.store(systems.scores + place * T + column, products)
         products = tl.dot(x, tl.trans(x), input_precision=PRECISION) * decay
         system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
-        inverse = invert_unit_lower(system, s)
+        inverse = invert_unit_lower(system, s.levels, PRECISION)
         right, is_kept = inverse * (beta * tl.exp(total) * k_scale)[None, :], is_real
         keys = tokens.k + key + rows[:, None] * QK_TOKEN
     _store_solved(right, keys, systems.solved_keys + place * CK, is_kept, CK, PRECISION)
