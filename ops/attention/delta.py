@@ -20,14 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.delta_chunk import (
-    convolve_chunk,
-    key_rows,
-    read_chunk,
-    split_fp32,
-    value_rows,
-    write_chunk,
-)
+from ops.attention.delta_chunk import read_few, split_fp32, take_in_few
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
     WARPS,
@@ -46,6 +39,7 @@ from ops.attention.delta_state import (
     load_past,
     load_taps,
     memory_row,
+    norm_head,
     read_and_update,
     softplus,
     sum_past,
@@ -57,7 +51,6 @@ from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
-
 
 CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
 # Calls of fewer tokens take them in one after the other. So do those with a decay for each channel:
@@ -131,16 +124,6 @@ def _load_gates(at, rate, bias):
 
 
 @jit
-def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
-    out = out.to(DTYPE).to(tl.float32)
-    square = tl.sum(out * out, len(out.shape) - 1, keep_dims=True)
-    if s.rows == 0:
-        square = tl.sum(square, 1, keep_dims=True)
-    return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
-
-
-@jit
 def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
     """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `_find_gates`."""
     qkvz += token * s.row
@@ -173,73 +156,11 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
         factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-        out = _norm_head(out, factor * gates[2], s, DTYPE)
+        out = norm_head(out, factor * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
-
-
-@jit
-def _chunk_gates(at, rate, bias, real, s: tl.constexpr):
-    """Return g and beta [ROWS] of a chunk; 0 after `real` tokens. at: where b and a are."""
-    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
-    is_real = tl.arange(0, s.rows) < real
-    return tl.where(is_real, -rate * softplus(a + bias), 0.0), tl.where(is_real, tl.sigmoid(b), 0.0)
-
-
-@jit
-def _take_in_chunk(old, window, kept, taps, gates, places, accepted, s: tl.constexpr):
-    """Return the state after the pending tokens that were accepted. kept: where the first b is."""
-    key_inputs, value_inputs = (), ()
-    for n in tl.static_range(s.width - 1 + s.rows):
-        inputs = window + tl.minimum(n, s.width - 2 + accepted) * s.channels
-        key_inputs = key_inputs + (tl.load(inputs + places[0]),)
-        value_inputs = value_inputs + (tl.load(inputs + places[1]),)
-    kept += tl.minimum(tl.arange(0, s.rows), accepted - 1) * s.gates
-    g, beta = _chunk_gates((kept, kept + s.heads), gates[0], gates[1], accepted, s)
-    _, k = key_rows(convolve_chunk(key_inputs, taps[0], accepted, s.rows, s), s)
-    v = value_rows(convolve_chunk(value_inputs, taps[1], accepted, s.rows, s))
-    return write_chunk(k, v, g, beta, old, s)
-
-
-@jit
-def _read_chunk(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
-    """`_read_tokens` as one chunk, which makes the tokens the pending ones.
-
-    parts: of the state, as of `dot_split`. places: channels of q and k, of v, and the first of v;
-    which of v are stored, and whether q's and k's are. kept: the window, and where the first
-    pending token has b. counts: real tokens, and all. Those after the last one are read as that.
-    """
-    STRIDE: tl.constexpr = s.heads * s.value_dim
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    keys, values, first_value, is_first, moves_keys = places
-    real, tokens = counts
-    key_inputs, value_inputs = past
-    for n in tl.static_range(s.own):
-        token = qkvz + tl.minimum(n, tokens - 1) * s.row
-        key_inputs = key_inputs + (tl.load(token + keys),)
-        value_inputs = value_inputs + (tl.load(token + values),)
-    row, columns = tl.arange(0, s.rows)[:, None], tl.arange(0, s.value_dim)[None, :]
-    gate = qkvz + tl.minimum(row, tokens - 1) * s.row + (s.outputs + first_value)
-    gate = tl.load(gate + columns).to(tl.float32)
-    token = tl.arange(0, s.rows)
-    own = _own_gates_at(found, tl.minimum(token, tokens - 1), s)
-    b, a = tl.load(own[0]), tl.load(own[1])
-    g, beta = _chunk_gates(own, gates[0], gates[1], real, s)
-    q, k = key_rows(convolve_chunk(key_inputs, taps[0], real, s.own, s), s)
-    v = value_rows(convolve_chunk(value_inputs, taps[1], real, s.own, s))
-    pending_b = kept[1] + token * s.gates
-    if real > 0:  # in flight while the state is read
-        tl.store(pending_b, b, mask=token < tokens)
-        tl.store(pending_b + s.heads, a, mask=token < tokens)
-        keep_inputs(kept[0], value_inputs, None, values, tokens, is_first, s)
-        if moves_keys:
-            keep_inputs(kept[0], key_inputs, None, keys, tokens, None, s)
-    out = read_chunk(q, k, v, g, beta, parts, s)
-    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
-    out = _norm_head(out, tl.where(row < real, factor * gates[2], 0.0), s, DTYPE)
-    tl.store(y + row * STRIDE + columns, out.to(DTYPE), mask=row < tokens)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -276,9 +197,10 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     exists, moves_keys = real > 0, True
     rows, columns = tile_places(s.key_dim, s)
     state += (row * H + head) * s.key_dim * CV + rows * CV + columns
-    old = as_tile(tl.load(state), s)
+    if s.rows == 0:
+        old = as_tile(tl.load(state), s)
     keys, values = key_channels(head, s), s.first_value + head * CV
-    own, columns, is_first = value_columns(s)
+    own, columns, copy = value_columns(s)
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
@@ -293,8 +215,9 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     if s.rows > 0:
         taps, places = (key_taps, value_taps), (keys, values)
         kept = _pending_gates_at(pending, row, 0, head, s)
+        old = tl.load(state)
         if accepted > 0:  # what was read of q's and k's inputs has passed barriers
-            old = _take_in_chunk(old, window, kept, taps, (rate, bias), places, accepted, s)
+            old = take_in_few(state, window, kept, taps, (rate, bias), places, accepted, s)
     else:
         for token in range(accepted):
             inputs = window + token * s.channels
@@ -304,7 +227,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
             decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
             _, old = read_and_update(old, qk, v, decay, share, s)
             read ^= qk.to(tl.int32, bitcast=True)
-    if not s.is_one:  # noqa: SIM102  (known at compile time)
+    if not s.is_one and s.rows == 0:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, tl.reshape(old, state.shape))
     newest = window + accepted * s.channels
@@ -323,12 +246,11 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
+    is_first = copy == 0
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV
-        if s.rows == 0:
-            y += columns
+        y += (sequence * tokens * H + head) * CV + (0 if s.rows > 0 else columns)
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
@@ -340,7 +262,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
-        out = _norm_head(out, factor, s, DTYPE)
+        out = norm_head(out, factor, s, DTYPE)
         tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
         if exists:
             if first > 0:
@@ -358,7 +280,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         if s.own > 0:
             places = keys, values, s.first_value + head * CV, is_first, moves_keys
             kept = window, _pending_gates_at(pending, row, 0, head, s)
-            _read_chunk(qkvz, found, y, parts, past, taps, factors, places, kept, counts, s)
+            read_few(qkvz, found[0], y, parts, past, taps, factors, places, kept, counts, s)
         elif qkvz is not None:
             places = keys, values, is_first
             _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)

@@ -7,7 +7,7 @@ formulas, the letters and the reference. Below is what calls of a few tokens add
 inputs, g and beta are 0. A program has a whole head, so the systems are not stored.
 """
 
-from ops.attention.delta_state import convolve, sum_past
+from ops.attention.delta_state import convolve, keep_inputs, norm_head, softplus, sum_past
 from ops.launch import jit, tl
 
 
@@ -104,14 +104,14 @@ def take_in_chunk(state, written, rest, correction, remains, s: tl.constexpr):
 
 
 @jit
-def halves(x):
+def _halves(x):
     """x [2 n, T] -> its first n rows, and the others."""
     x = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]])
     return tl.split(tl.permute(x, (1, 2, 0)))
 
 
 @jit
-def convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
+def _convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
     """Convolve COUNT tokens, and apply SiLU -> [n, ROWS], rounded as inputs; 0 after `real` tokens.
 
     inputs: of the W - 1 tokens before them, then theirs, [n] each.
@@ -136,18 +136,18 @@ def convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
 
 
 @jit
-def key_rows(x, s: tl.constexpr):
+def _key_rows(x, s: tl.constexpr):
     """x [copies 2 Ck, T], channels as of `key_channels` -> q and k [T, Ck]."""
     if s.copies == 2:
-        x, _ = halves(x)
-    q, k = halves(x)
+        x, _ = _halves(x)
+    q, k = _halves(x)
     return tl.trans(q), tl.trans(k)
 
 
 @jit
-def value_rows(x):
+def _value_rows(x):
     """x [2 Cv, T], all channels twice -> v [T, Cv], fp32."""
-    v, _ = halves(x)
+    v, _ = _halves(x)
     return tl.trans(v).to(tl.float32)
 
 
@@ -170,7 +170,7 @@ def _inverse_norms(products):
 
 
 @jit
-def solve_chunk(k, g, beta, PRECISION: tl.constexpr, s: tl.constexpr):
+def _solve(k, g, beta, PRECISION: tl.constexpr, s: tl.constexpr):
     """Return a chunk's sums of g [T], the factor 1 / |k| [T], decays and the inverse [T, T].
 
     k [T, Ck], not normalized. Decays [T, T] are those of `decay_between`, with the factor of the
@@ -186,9 +186,9 @@ def solve_chunk(k, g, beta, PRECISION: tl.constexpr, s: tl.constexpr):
 
 
 @jit
-def read_chunk(q, k, v, g, beta, parts, s: tl.constexpr):
+def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
     """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as of `dot_split`."""
-    total, scale, decay, inverse = solve_chunk(k, g, beta, s.precision, s)
+    total, scale, decay, inverse = _solve(k, g, beta, s.precision, s)
     zeros, since = tl.zeros([s.rows, s.value_dim], tl.float32), tl.exp(total)
     errors = v - (since * scale)[:, None] * dot_split(k, parts, zeros, s.precision)
     q_scale, _ = _inverse_norms(_products(q, q, s.precision))
@@ -200,12 +200,80 @@ def read_chunk(q, k, v, g, beta, parts, s: tl.constexpr):
 
 
 @jit
-def write_chunk(k, v, g, beta, state, s: tl.constexpr):
+def _correct_state(k, v, g, beta, state, s: tl.constexpr):
     """Return the state [Ck, Cv] after a chunk, as exact as fp32: its errors add up."""
-    total, scale, _, inverse = solve_chunk(k, g, beta, "tf32x3", s)
+    total, scale, _, inverse = _solve(k, g, beta, "tf32x3", s)
     whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
     errors = dot_fp32(k, state, zeros, "tf32x3")
     errors = v - (tl.exp(total) * scale)[:, None] * errors
     correction = tl.dot(inverse, errors, input_precision="tf32x3")
     correction *= (scale * tl.exp(whole - total))[:, None]
     return take_in_chunk(state, k, None, correction, tl.exp(whole), s)
+
+
+@jit
+def _chunk_gates(at, rate, bias, real, s: tl.constexpr):
+    """Return g and beta [ROWS] of a chunk; 0 after `real` tokens. at: where b is."""
+    b, a = tl.load(at).to(tl.float32), tl.load(at + s.heads).to(tl.float32)
+    is_real = tl.arange(0, s.rows) < real
+    return tl.where(is_real, -rate * softplus(a + bias), 0.0), tl.where(is_real, tl.sigmoid(b), 0.0)
+
+
+@jit
+def take_in_few(state, window, kept, taps, gates, places, accepted, s: tl.constexpr):
+    """Take in the pending tokens that were accepted; return the state. kept: where the first b is.
+
+    The state is loaded here, and once more after it was stored: so a call without pending tokens
+    has it in the layout of a load, and moves none of it for these products.
+    """
+    key_inputs, value_inputs = (), ()
+    for n in tl.static_range(s.width - 1 + s.rows):
+        inputs = window + tl.minimum(n, s.width - 2 + accepted) * s.channels
+        key_inputs = key_inputs + (tl.load(inputs + places[0]),)
+        value_inputs = value_inputs + (tl.load(inputs + places[1]),)
+    kept += tl.minimum(tl.arange(0, s.rows), accepted - 1) * s.gates
+    g, beta = _chunk_gates(kept, gates[0], gates[1], accepted, s)
+    _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], accepted, s.rows, s), s)
+    v = _value_rows(_convolve_chunk(value_inputs, taps[1], accepted, s.rows, s))
+    tl.store(state, _correct_state(k, v, g, beta, tl.load(state), s))
+    tl.debug_barrier()  # other threads have stored their numbers
+    return tl.load(state)
+
+
+@jit
+def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
+    """`_read_tokens` as one chunk, which makes the tokens the pending ones.
+
+    parts: of the state, as of `dot_split`. places: channels of q and k, of v, and the first of v;
+    which of v are stored, and whether q's and k's are. kept: the window, and where the first
+    pending token has b. counts: real tokens, and all. Those after the last one are read as that.
+    """
+    STRIDE: tl.constexpr = s.heads * s.value_dim
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, first_value, is_first, moves_keys = places
+    real, tokens = counts
+    key_inputs, value_inputs = past
+    for n in tl.static_range(s.own):
+        token = qkvz + tl.minimum(n, tokens - 1) * s.row
+        key_inputs = key_inputs + (tl.load(token + keys),)
+        value_inputs = value_inputs + (tl.load(token + values),)
+    row, columns = tl.arange(0, s.rows)[:, None], tl.arange(0, s.value_dim)[None, :]
+    gate = qkvz + tl.minimum(row, tokens - 1) * s.row + (s.outputs + first_value)
+    gate = tl.load(gate + columns).to(tl.float32)
+    token = tl.arange(0, s.rows)
+    own = found + tl.minimum(token, tokens - 1) * s.ba_row
+    b, a = tl.load(own), tl.load(own + s.heads)
+    g, beta = _chunk_gates(own, gates[0], gates[1], real, s)
+    q, k = _key_rows(_convolve_chunk(key_inputs, taps[0], real, s.own, s), s)
+    v = _value_rows(_convolve_chunk(value_inputs, taps[1], real, s.own, s))
+    pending_b = kept[1] + token * s.gates
+    if real > 0:  # in flight while the state is read
+        tl.store(pending_b, b, mask=token < tokens)
+        tl.store(pending_b + s.heads, a, mask=token < tokens)
+        keep_inputs(kept[0], value_inputs, None, values, tokens, is_first, s)
+        if moves_keys:
+            keep_inputs(kept[0], key_inputs, None, keys, tokens, None, s)
+    out = _read_state(q, k, v, g, beta, parts, s)
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
+    out = norm_head(out, tl.where(row < real, factor * gates[2], 0.0), s, DTYPE)
+    tl.store(y + row * STRIDE + columns, out.to(DTYPE), mask=row < tokens)

@@ -121,31 +121,26 @@ def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
 
 @jit
 def as_tile(x, s: tl.constexpr):
-    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions.
-
-    A chunk's tiles stay as they are.
-    """
-    if s.rows > 0:
-        return x
-    else:
-        ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
-        return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
+    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
+    ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
+    return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
 
 
 @jit
 def value_columns(s: tl.constexpr):
-    """Return a head's columns of v as weights have them, as inputs do, and which are stored.
+    """Return a head's columns of v as weights have them, as inputs do, and copies of the latter.
 
-    A chunk's are one dimension, twice: as many numbers as threads.
+    The first copy, 0, is stored. A chunk has two in one dimension: as many numbers as threads.
     """
     if s.rows > 0:
-        columns = tl.arange(0, 2 * s.value_dim)
-        return columns % s.value_dim, columns % s.value_dim, columns < s.value_dim
+        own = tl.arange(0, 2 * s.value_dim)
+        copy, own = own // s.value_dim, own % s.value_dim
+        columns = own
     else:
-        lane_row, columns = tile_places(s.lane_rows, s)
+        copy, columns = tile_places(s.lane_rows, s)
         own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
         own += tl.arange(0, s.warp_columns)[None, None, None, :]
-        return own, columns, lane_row == 0
+    return own, columns, copy
 
 
 @jit
@@ -216,6 +211,16 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
+
+
+@jit
+def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
+    out = out.to(DTYPE).to(tl.float32)
+    square = tl.sum(out * out, len(out.shape) - 1, keep_dims=True)
+    if s.rows == 0:
+        square = tl.sum(square, 1, keep_dims=True)
+    return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
 
 # A call's tokens, and the pending ones ------------------------------------------------------------
