@@ -54,9 +54,10 @@ from ops.plain.pending import take_in_plain
 
 CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
 # Calls of fewer tokens take them in one after the other. So do those with a decay for each channel:
-# its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py).
+# its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So
+# do models in other dtypes than bf16: parts of the state for tensor cores then spill registers.
 LEAST_CHUNK = 4
-PRECISION = "tf32"  # as of ops/attention/delta_prompt.py, of models that are not fp32
+CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # of a dtype, as of ops/attention/delta_prompt.py
 
 
 class Gates(NamedTuple):
@@ -356,10 +357,10 @@ def delta_tokens(
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
-    if tokens < LEAST_CHUNK or s.channel_decay:
+    if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
-    precision = "tf32x3" if dtype == torch.float32 else PRECISION
-    return dict(rows=CHUNK, own=CHUNK // 2 if 2 * tokens <= CHUNK else CHUNK, precision=precision)
+    own = CHUNK // 2 if 2 * tokens <= CHUNK else CHUNK
+    return dict(rows=CHUNK, own=own, precision=CHUNK_PRECISION[dtype])
 
 
 @delta_tokens.register_fake
