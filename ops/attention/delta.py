@@ -48,7 +48,7 @@ from ops.attention.delta_state import (
     with_even_rows,
 )
 from ops.inductor import custom_op
-from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
@@ -359,7 +359,7 @@ def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
-    own = CHUNK // 2 if 2 * tokens <= CHUNK else CHUNK
+    own = triton.next_power_of_2(tokens)
     return dict(rows=CHUNK, own=own, precision=CHUNK_PRECISION[dtype])
 
 
