@@ -201,14 +201,18 @@ def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
 
 @jit
 def _correct_state(k, v, g, beta, state, s: tl.constexpr):
-    """Return the state [Ck, Cv] after a chunk, as exact as fp32: its errors add up."""
+    """Return the state [Ck, Cv] after a chunk, as exact as fp32: its errors add up.
+
+    state: where it is. It is loaded twice, which registers do not hold until the end.
+    """
     total, scale, _, inverse = _solve(k, g, beta, "tf32x3", s)
     whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
-    errors = dot_fp32(k, state, zeros, "tf32x3")
+    errors = dot_fp32(k, tl.load(state), zeros, "tf32x3")
     errors = v - (tl.exp(total) * scale)[:, None] * errors
     correction = tl.dot(inverse, errors, input_precision="tf32x3")
     correction *= (scale * tl.exp(whole - total))[:, None]
-    return take_in_chunk(state, k, None, correction, tl.exp(whole), s)
+    tl.debug_barrier()  # else the compiler makes both loads one
+    return take_in_chunk(tl.load(state), k, None, correction, tl.exp(whole), s)
 
 
 @jit
@@ -235,7 +239,7 @@ def take_in_few(state, window, kept, taps, gates, places, accepted, s: tl.conste
     g, beta = _chunk_gates(kept, gates[0], gates[1], accepted, s)
     _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], accepted, s.rows, s), s)
     v = _value_rows(_convolve_chunk(value_inputs, taps[1], accepted, s.rows, s))
-    tl.store(state, _correct_state(k, v, g, beta, tl.load(state), s))
+    tl.store(state, _correct_state(k, v, g, beta, state, s))
     tl.debug_barrier()  # other threads have stored their numbers
     return tl.load(state)
 
