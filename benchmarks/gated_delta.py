@@ -34,6 +34,8 @@ N, VALUES = 2 * K * C + H * C, H * C
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256  # attention layer; its query has a gate as well
 LAYERS = 16
 # Tokens of a call, and how many of the call before were accepted.
+# (fewest tokens of a chunk, precision): the first is no chunk.
+FEW_FORMS = ((MAX_TENTATIVE + 1, ""), (2, "tf32"), (2, "tf32x3"))
 FEW = ((2, 0), (2, 2), (3, 0), (4, 0), (4, 4), (8, 0), (8, 4), (8, 8), (16, 0), (16, 8), (16, 16))
 # (chunk, precision): how `launch_delta_chunk` may compute; the first is its default.
 PROMPT_FORMS = ((64, "tf32"), (64, "tf32x3"), (32, "tf32"), (32, "tf32x3"))
@@ -134,19 +136,22 @@ def few_row(tokens: int, accepted: int) -> str:
     """
     layers, calls, times, results = [random_layer(1, tokens) for _ in range(LAYERS)], [], [], []
     for layer in layers:
-        later = {"positions": layer["positions"] + accepted}
-        calls += [layer, layer | later]
-    copies = [{name: tensor.clone() for name, tensor in call.items()} for call in calls[:2]]
-    for least in (MAX_TENTATIVE + 1, 2):
-        shared = {name: tensor.clone() for name, tensor in copies[0].items()}
-        with mock.patch.object(delta, "LEAST_CHUNK", least):
-            pair = [fused_step(shared | {"positions": call["positions"]}) for call in copies]
+        calls += [layer, layer | {"positions": layer["positions"] + accepted}]
+    start = {name: tensor.clone() for name, tensor in layers[0].items()}
+    for least, precision in FEW_FORMS:
+        ours = {name: tensor.clone() for name, tensor in start.items()}
+        exactness = mock.patch.dict(delta.CHUNK_PRECISION, {torch.bfloat16: precision})
+        with mock.patch.object(delta, "LEAST_CHUNK", least), exactness:
+            pair = [fused_step(ours | {"positions": call["positions"]}) for call in calls[:2]]
             times.append(graph_seconds(fused_step, calls) * 1e6)
-        results.append((*pair, shared["state"]))
-    apart = [difference(*pair) for pair in zip(*results, strict=True)]
-    for found in apart:
-        check("several tokens", found, 1e-2)
-    return f"{tokens:6}   {accepted:8}   {times[0]:9.2f}   {times[1]:8.2f}   {max(apart):.1e}"
+        results.append((torch.cat(pair), ours["state"]))
+    row = f"{tokens:6}   {accepted:8}   {times[0]:8.2f}"
+    for us, found in zip(times[1:], results[1:], strict=True):
+        y, state = (difference(*pair) for pair in zip(found, results[0], strict=True))
+        check("several tokens", y, 1e-2)
+        check("several tokens, state", state, 1e-3)
+        row += f"   {us:6.2f}  {y:.1e}  {state:.1e}"
+    return row
 
 
 # Prompts ------------------------------------------------------------------------------------------
@@ -237,7 +242,7 @@ def main() -> None:
     print("batch   plain us   fused us   GB/s of it   apart")
     for batch in options.batch:
         print(decode_rows(batch), flush=True)
-    print("tokens   accepted   serial us   chunk us   apart")
+    print("tokens   accepted   serial us   chunk us, y and state apart; the same in tf32x3")
     for tokens, accepted in FEW:
         print(few_row(tokens, accepted), flush=True)
     print(f"{options.tokens} tokens             layer us   mix us   tokens/s       apart")

@@ -170,25 +170,25 @@ def _inverse_norms(products):
 
 
 @jit
-def _solve(k, g, beta, PRECISION: tl.constexpr, s: tl.constexpr):
+def _solve(k, g, beta, s: tl.constexpr):
     """Return a chunk's sums of g [T], the factor 1 / |k| [T], decays and the inverse [T, T].
 
     k [T, Ck], not normalized. Decays [T, T] are those of `decay_between`, with the factor of the
     token that has written. The inverse has beta.
     """
     i, total = tl.arange(0, s.rows), tl.cumsum(g, 0)
-    products = _products(k, k, PRECISION)
+    products = _products(k, k, s.precision)
     scale, column_scale = _inverse_norms(products)
     decay = decay_between(total) * column_scale[None, :]
     system = tl.where(i[:, None] > i[None, :], (beta * scale)[:, None] * products * decay, 0.0)
-    inverse = invert_unit_lower(system, s.levels, PRECISION, True)
+    inverse = invert_unit_lower(system, s.levels, s.precision, True)
     return total, scale, decay, inverse * beta[None, :]
 
 
 @jit
 def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
     """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as of `dot_split`."""
-    total, scale, decay, inverse = _solve(k, g, beta, s.precision, s)
+    total, scale, decay, inverse = _solve(k, g, beta, s)
     zeros, since = tl.zeros([s.rows, s.value_dim], tl.float32), tl.exp(total)
     errors = v - (since * scale)[:, None] * dot_split(k, parts, zeros, s.precision)
     q_scale, _ = _inverse_norms(_products(q, q, s.precision))
@@ -201,15 +201,15 @@ def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
 
 @jit
 def _correct_state(k, v, g, beta, state, s: tl.constexpr):
-    """Return the state [Ck, Cv] after a chunk, as exact as fp32: its errors add up.
+    """Return the state [Ck, Cv] after a chunk. state: where it is.
 
-    state: where it is. It is loaded twice, which registers do not hold until the end.
+    It is loaded twice, which registers do not hold until the end.
     """
-    total, scale, _, inverse = _solve(k, g, beta, "tf32x3", s)
+    total, scale, _, inverse = _solve(k, g, beta, s)
     whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
-    errors = dot_fp32(k, tl.load(state), zeros, "tf32x3")
+    errors = dot_fp32(k, tl.load(state), zeros, s.precision)
     errors = v - (tl.exp(total) * scale)[:, None] * errors
-    correction = tl.dot(inverse, errors, input_precision="tf32x3")
+    correction = tl.dot(inverse, errors, input_precision=s.precision)
     correction *= (scale * tl.exp(whole - total))[:, None]
     tl.debug_barrier()  # else the compiler makes both loads one
     return take_in_chunk(tl.load(state), k, None, correction, tl.exp(whole), s)
