@@ -129,7 +129,7 @@ def decode_rows(batch: int) -> str:
 
 
 def few_row(tokens: int, accepted: int) -> str:
-    """Check and time calls of several tokens, of which so many were accepted -> a table's row.
+    """Check and time calls of several tokens, of which `accepted` were accepted -> a table's row.
 
     A layer's two calls are at positions that far apart: one follows `accepted` pending tokens, the
     other none.

@@ -57,7 +57,7 @@ CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
 # its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So
 # do models in other dtypes than bf16: parts of the state for tensor cores then spill registers.
 LEAST_CHUNK = 4
-CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # of a dtype, as of ops/attention/delta_prompt.py
+CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/attention/delta_prompt.py
 
 
 class Gates(NamedTuple):

@@ -1,10 +1,9 @@
-"""Chunks of the gated delta rule: what prompts and calls of a few tokens compute alike.
+"""Chunks of the gated delta rule: functions of kernels for prompts and for a few tokens.
 
-A chunk's tokens correct the state as one triangular system (Yang et al. 2024, Parallelizing linear
-transformers with the delta rule over sequence length, section 3): ops/plain/gated_delta.py has the
-formulas, the letters and the reference. Below is what calls of a few tokens add
-(ops/attention/delta.py). Such a call is one chunk of ROWS tokens, of which some are padding: their
-inputs, g and beta are 0. A program has a whole head, so the systems are not stored.
+A chunk's tokens correct the state as one triangular system (Yang et al. 2024, Gated Delta Networks,
+section 3.3). ops/plain/gated_delta.py has the formulas, the letters and the reference. The second
+part is for a few tokens (ops/attention/delta.py): one chunk of ROWS, of which some are padding, with
+inputs, g and beta of 0. A program has a whole head, so it stores no systems.
 """
 
 from ops.attention.delta_state import convolve, keep_inputs, norm_head, softplus, sum_past

@@ -64,8 +64,8 @@ class DeltaSettings:
     channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
     rows: int = 0  # tokens of a chunk, padding included; 0: no chunk, one token after the other
-    own: int = 0  # of these, at most so many are a call's own
-    precision: str = "tf32"  # of a chunk's products of fp32, as of ops/attention/delta_prompt.py
+    own: int = 0  # most tokens of a chunk that are a call's own
+    precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
     gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
@@ -76,7 +76,7 @@ class DeltaSettings:
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
     blocks = property(lambda s: s.value_dim // s.warp_columns)
     lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
-    columns = property(lambda s: s.value_dim)  # of the state, that a program has
+    columns = property(lambda s: s.value_dim)  # a program has all of the state's
     levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     # Copies of q and k that give each thread one of their numbers.
     copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
