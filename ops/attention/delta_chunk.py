@@ -224,22 +224,25 @@ def _chunk_gates(at, rate, bias, real, s: tl.constexpr):
 
 @jit
 def take_in_few(state, window, kept, taps, gates, places, accepted, s: tl.constexpr):
-    """Take in the pending tokens that were accepted; return the state. kept: where the first b is.
+    """Take in the pending tokens that were accepted, half a chunk at once; return the state.
 
-    The state is loaded here, and once more after it was stored: so a call without pending tokens
-    has it in the layout of a load, and moves none of it for these products.
+    kept: where the first b is. The state is loaded here, and once more after it was stored: so a
+    call without pending tokens has it in the layout of a load, and moves none of it for these.
     """
-    key_inputs, value_inputs = (), ()
-    for n in tl.static_range(s.width - 1 + s.rows):
-        inputs = window + tl.minimum(n, s.width - 2 + accepted) * s.channels
-        key_inputs = key_inputs + (tl.load(inputs + places[0]),)
-        value_inputs = value_inputs + (tl.load(inputs + places[1]),)
-    kept += tl.minimum(tl.arange(0, s.rows), accepted - 1) * s.gates
-    g, beta = _chunk_gates(kept, gates[0], gates[1], accepted, s)
-    _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], accepted, s.rows, s), s)
-    v = _value_rows(_convolve_chunk(value_inputs, taps[1], accepted, s.rows, s))
-    tl.store(state, _correct_state(k, v, g, beta, state, s))
-    tl.debug_barrier()  # other threads have stored their numbers
+    COUNT: tl.constexpr = s.rows // 2  # hardly ever more: each token is 60 instructions of a warp
+    for begin in tl.range(0, accepted, COUNT, num_stages=1):  # a turn reads what the last stored
+        key_inputs, value_inputs = (), ()
+        for n in tl.static_range(s.width - 1 + COUNT):
+            inputs = window + tl.minimum(begin + n, s.width - 2 + accepted) * s.channels
+            key_inputs = key_inputs + (tl.load(inputs + places[0]),)
+            value_inputs = value_inputs + (tl.load(inputs + places[1]),)
+        real = tl.minimum(accepted - begin, COUNT)
+        at = kept + (begin + tl.minimum(tl.arange(0, s.rows), real - 1)) * s.gates
+        g, beta = _chunk_gates(at, gates[0], gates[1], real, s)
+        _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], real, COUNT, s), s)
+        v = _value_rows(_convolve_chunk(value_inputs, taps[1], real, COUNT, s))
+        tl.store(state, _correct_state(k, v, g, beta, state, s))
+        tl.debug_barrier()  # other threads have stored their numbers
     return tl.load(state)
 
 
