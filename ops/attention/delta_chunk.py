@@ -110,8 +110,8 @@ def _halves(x):
 
 
 @jit
-def _convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
-    """Convolve COUNT tokens, and apply SiLU -> [n, ROWS], rounded as inputs; 0 after `real` tokens.
+def _convolve_chunk(inputs, taps, COUNT: tl.constexpr, s: tl.constexpr):
+    """Convolve COUNT tokens, and apply SiLU -> [n, ROWS], rounded as inputs; then zeros.
 
     inputs: of the W - 1 tokens before them, then theirs, [n] each.
     """
@@ -130,8 +130,7 @@ def _convolve_chunk(inputs, taps, real, COUNT: tl.constexpr, s: tl.constexpr):
         for n in tl.static_range(s.rows >> (level + 1)):
             joined = joined + (tl.join(tokens[n], tokens[n + (s.rows >> (level + 1))]),)
         tokens = joined
-    y = tl.reshape(tokens[0], [inputs[0].shape[0], s.rows])
-    return tl.where(tl.arange(0, s.rows)[None, :] < real, y, 0.0)
+    return tl.reshape(tokens[0], [inputs[0].shape[0], s.rows])
 
 
 @jit
@@ -215,10 +214,9 @@ def _correct_state(k, v, g, beta, state, s: tl.constexpr):
 
 
 @jit
-def _chunk_gates(at, rate, bias, real, s: tl.constexpr):
-    """Return g and beta [ROWS] of a chunk; 0 after `real` tokens. at: where b is."""
-    b, a = tl.load(at).to(tl.float32), tl.load(at + s.heads).to(tl.float32)
-    is_real = tl.arange(0, s.rows) < real
+def _chunk_gates(b, a, rate, bias, real, s: tl.constexpr):
+    """Return g and beta [ROWS] of a chunk; 0 after `real` tokens, which then change nothing."""
+    b, a, is_real = b.to(tl.float32), a.to(tl.float32), tl.arange(0, s.rows) < real
     return tl.where(is_real, -rate * softplus(a + bias), 0.0), tl.where(is_real, tl.sigmoid(b), 0.0)
 
 
@@ -238,21 +236,31 @@ def take_in_few(state, window, kept, taps, gates, places, accepted, s: tl.conste
             value_inputs = value_inputs + (tl.load(inputs + places[1]),)
         real = tl.minimum(accepted - begin, COUNT)
         at = kept + (begin + tl.minimum(tl.arange(0, s.rows), real - 1)) * s.gates
-        g, beta = _chunk_gates(at, gates[0], gates[1], real, s)
-        _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], real, COUNT, s), s)
-        v = _value_rows(_convolve_chunk(value_inputs, taps[1], real, COUNT, s))
+        b, a = tl.load(at), tl.load(at + s.heads)
+        g, beta = _chunk_gates(b, a, gates[0], gates[1], real, s)
+        _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], COUNT, s), s)
+        v = _value_rows(_convolve_chunk(value_inputs, taps[1], COUNT, s))
         tl.store(state, _correct_state(k, v, g, beta, state, s))
         tl.debug_barrier()  # other threads have stored their numbers
     return tl.load(state)
 
 
 @jit
-def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
-    """`_read_tokens` as one chunk, which makes the tokens the pending ones.
+def _pending_tile(channels, tokens, s: tl.constexpr):
+    """Return where a call's tokens have channels, in rows of qkvz and of the window, and a mask."""
+    row, channels = tl.arange(0, s.rows)[:, None], channels[None, :]
+    exists = (row < tokens) & (channels >= 0)
+    return row * s.row + channels, (row + s.width - 1) * s.channels + channels, exists
 
-    parts: of the state, as of `dot_split`. places: channels of q and k, of v, and the first of v;
-    which of v are stored, and whether q's and k's are. kept: the window, and where the first
-    pending token has b. counts: real tokens, and all. Those after the last one are read as that.
+
+@jit
+def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
+    """Store what the call's tokens read of a head, normalized, and make them the pending ones.
+
+    The parameters are those of `_read_tokens`, but: found: where the first token has b. parts: the
+    state's, as of `dot_split`. places: channels of q and k, of v, and the first of v; which of v
+    are stored, and whether q's and k's are. kept: the window, and where the first pending token has
+    b. counts: real tokens, and all.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
@@ -260,26 +268,31 @@ def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: 
     real, tokens = counts
     key_inputs, value_inputs = past
     for n in tl.static_range(s.own):
-        token = qkvz + tl.minimum(n, tokens - 1) * s.row
-        key_inputs = key_inputs + (tl.load(token + keys),)
-        value_inputs = value_inputs + (tl.load(token + values),)
-    row, columns = tl.arange(0, s.rows)[:, None], tl.arange(0, s.value_dim)[None, :]
-    gate = qkvz + tl.minimum(row, tokens - 1) * s.row + (s.outputs + first_value)
-    gate = tl.load(gate + columns).to(tl.float32)
-    token = tl.arange(0, s.rows)
-    own = found + tl.minimum(token, tokens - 1) * s.ba_row
-    b, a = tl.load(own), tl.load(own + s.heads)
-    g, beta = _chunk_gates(own, gates[0], gates[1], real, s)
-    q, k = _key_rows(_convolve_chunk(key_inputs, taps[0], real, s.own, s), s)
-    v = _value_rows(_convolve_chunk(value_inputs, taps[1], real, s.own, s))
+        token, end = qkvz + n * s.row, tl.where(n < tokens, s.channels, 0)
+        key_inputs = key_inputs + (tl.load(token + keys, mask=keys < end, other=0.0),)
+        value_inputs = value_inputs + (tl.load(token + values, mask=values < end, other=0.0),)
+    token, columns = tl.arange(0, s.rows), tl.arange(0, s.value_dim)
+    row, exists = token[:, None], token < tokens
+    own = found + token * s.ba_row
+    b, a = tl.load(own, mask=exists, other=0.0), tl.load(own + s.heads, mask=exists, other=0.0)
+    at_values, kept_values, are_values = _pending_tile(first_value + columns, tokens, s)
+    at_keys, kept_keys, are_keys = _pending_tile(keys, tokens, s)
+    gate = tl.load(qkvz + s.outputs + at_values, mask=are_values, other=0.0).to(tl.float32)
+    value_tile = tl.load(qkvz + at_values, mask=are_values)  # again: 16 bytes of a thread at once
+    key_tile = tl.load(qkvz + at_keys, mask=are_keys)
+    g, beta = _chunk_gates(b, a, gates[0], gates[1], real, s)
+    q, k = _key_rows(_convolve_chunk(key_inputs, taps[0], s.own, s), s)
+    v = _value_rows(_convolve_chunk(value_inputs, taps[1], s.own, s))
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
+    factor = tl.where(row < real, factor * gates[2], 0.0)
     pending_b = kept[1] + token * s.gates
     if real > 0:  # in flight while the state is read
-        tl.store(pending_b, b, mask=token < tokens)
-        tl.store(pending_b + s.heads, a, mask=token < tokens)
-        keep_inputs(kept[0], value_inputs, None, values, tokens, is_first, s)
+        tl.store(pending_b, b, mask=exists)
+        tl.store(pending_b + s.heads, a, mask=exists)
+        keep_inputs(kept[0], past[1], None, values, tokens, is_first, s)
+        tl.store(kept[0] + kept_values, value_tile, mask=are_values)
         if moves_keys:
-            keep_inputs(kept[0], key_inputs, None, keys, tokens, None, s)
-    out = _read_state(q, k, v, g, beta, parts, s)
-    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
-    out = norm_head(out, tl.where(row < real, factor * gates[2], 0.0), s, DTYPE)
-    tl.store(y + row * STRIDE + columns, out.to(DTYPE), mask=row < tokens)
+            keep_inputs(kept[0], past[0], None, keys, tokens, None, s)
+            tl.store(kept[0] + kept_keys, key_tile, mask=are_keys)
+    out = norm_head(_read_state(q, k, v, g, beta, parts, s), factor, s, DTYPE)
+    tl.store(y + row * STRIDE + columns[None, :], out.to(DTYPE), mask=row < tokens)

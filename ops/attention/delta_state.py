@@ -281,19 +281,10 @@ def convolve(x, past, taps, s: tl.constexpr):
 
 @jit
 def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'.
-
-    A chunk's tokens are not loaded again: `inputs` has theirs, too.
-    """
+    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'."""
     for n in tl.static_range(s.width - 1):
         tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
-    if len(inputs) >= s.width:
-        for n in tl.static_range(s.width - 1, len(inputs)):
-            exists = channels < tl.where(n < s.width - 1 + tokens, s.channels, 0)
-            if mask is not None:
-                exists = exists & mask
-            tl.store(window + n * s.channels + channels, inputs[n], mask=exists)
-    elif not s.is_one and own is not None:
+    if not s.is_one and own is not None:
         for token in range(tokens):
             x = tl.load(own + token * s.row + channels)
             tl.store(window + (s.width - 1 + token) * s.channels + channels, x, mask=mask)

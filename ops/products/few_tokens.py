@@ -29,6 +29,7 @@ class DenseSettings(FewSettings):
     scale: float
     eps: float
     gated: bool = False
+    early: bool = False  # the next kernel starts at once
 
 
 # Grid [R, blocks]: a program computes `rows` rows of the result of a block of tokens.
@@ -58,7 +59,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     if bias is not None:
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
-    await_previous(PDL)
+    await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, None, d, s, False),)
     totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
@@ -176,10 +177,12 @@ def down_few(
     bias: Tensor | None = None,
     scale: float = 1.0,
     tiles: FewTiles | None = None,
+    early: bool = False,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
-    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out].
+    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. early: let the next
+    kernel start at once.
 
     Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
     of programs with more than TILE tokens is a ValueError, too.
@@ -191,7 +194,8 @@ def down_few(
     if norm is not None and tokens > TILE:
         raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
-    s = DenseSettings(**fixed, blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
+    fixed |= dict(scale=scale, eps=eps, early=early)
+    s = DenseSettings(**fixed, blocks=blocks, stride=y.stride(0))
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.rows), blocks
