@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.delta_chunk import read_few, split_fp32, take_in_few
+from ops.attention.delta_chunk import prepare_few, read_few
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
     WARPS,
@@ -44,7 +44,6 @@ from ops.attention.delta_state import (
     softplus,
     sum_past,
     tile_places,
-    value_columns,
     with_even_rows,
 )
 from ops.inductor import custom_op
@@ -52,7 +51,6 @@ from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
-CHUNK = 16  # tokens of a chunk: the rows of a tensor core instruction
 # Calls of fewer tokens take them in one after the other. So do those with a decay for each channel:
 # its products of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So
 # do models in other dtypes than bf16: parts of the state for tensor cores then spill registers.
@@ -198,37 +196,29 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     exists, moves_keys = real > 0, True
     rows, columns = tile_places(s.key_dim, s)
     state += (row * H + head) * s.key_dim * CV + rows * CV + columns
-    if s.rows == 0:
-        old = as_tile(tl.load(state), s)
+    old = as_tile(tl.load(state), s)
     keys, values = key_channels(head, s), s.first_value + head * CV
-    own, columns, copy = value_columns(s)
+    lane_row, columns = tile_places(s.lane_rows, s)
+    own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
+    own += tl.arange(0, s.warp_columns)[None, None, None, :]
     key_taps = load_taps(weights.conv, keys, s)
     value_taps = load_taps(weights.conv, values + own, s)
     rate = tl.exp(tl.load(weights.a_log + head).to(tl.float32))
     bias = tl.load(weights.dt_bias + _decays_of(head, s)).to(tl.float32)
-    if s.rows > 0:
-        own = tl.arange(0, CV)[None, :]
     weight = tl.load(weights.norm + own).to(tl.float32)
     window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     values += columns
     read = tl.zeros_like(keys)
     accepted = count_accepted(first, place, real, s)
-    if s.rows > 0:
-        taps, places = (key_taps, value_taps), (keys, values)
-        kept = _pending_gates_at(pending, row, 0, head, s)
-        old = tl.load(state)
-        if accepted > 0:  # what was read of q's and k's inputs has passed barriers
-            old = take_in_few(state, window, kept, taps, (rate, bias), places, accepted, s)
-    else:
-        for token in range(accepted):
-            inputs = window + token * s.channels
-            qk = convolve_stored(inputs + keys, key_taps, s)
-            v = convolve_stored(inputs + values, value_taps, s)
-            kept = _pending_gates_at(pending, row, token, head, s)
-            decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
-            _, old = read_and_update(old, qk, v, decay, share, s)
-            read ^= qk.to(tl.int32, bitcast=True)
-    if not s.is_one and s.rows == 0:  # noqa: SIM102  (known at compile time)
+    for token in range(accepted):
+        inputs = window + token * s.channels
+        qk = convolve_stored(inputs + keys, key_taps, s)
+        v = convolve_stored(inputs + values, value_taps, s)
+        kept = _pending_gates_at(pending, row, token, head, s)
+        decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
+        _, old = read_and_update(old, qk, v, decay, share, s)
+        read ^= qk.to(tl.int32, bitcast=True)
+    if not s.is_one:  # noqa: SIM102  (known at compile time)
         if accepted > 0:
             tl.store(state, tl.reshape(old, state.shape))
     newest = window + accepted * s.channels
@@ -237,9 +227,8 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     value_inputs = load_past(newest, values, s)
     value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
-    if s.rows > 0 and qkvz is not None:
-        # Split before the wait, so that the parts are in shared memory then.
-        parts = split_fp32(old) if qkvz.dtype.element_ty == tl.bfloat16 else (old,)
+    if s.own > 0:
+        few = prepare_few(old, newest, weights, s.first_value + head * CV, s)
     if SHARING > 1:
         # 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
         read ^= key_past.to(tl.int32, bitcast=True)
@@ -247,11 +236,11 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         arrived = tl.atomic_add(arrivals, operand, sem="relaxed", scope="gpu")
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
-    is_first = copy == 0
+    is_first = lane_row == 0
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV + (0 if s.rows > 0 else columns)
+        y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
@@ -274,20 +263,19 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
                 keep_inputs(window, key_inputs[1:] + (new_keys,), None, keys, tokens, None, s)
     else:
         begin = place * 0
-        if qkvz is not None:
+        if s.own > 0:
+            begin, first_value = place + 1, s.first_value + head * CV
+            kept = window, _pending_gates_at(pending, row, 0, head, s), first_value
+            own_keys, counts = (keys, key_taps, key_inputs), (real, tokens)
+            read_few(qkvz, found[0], y, few, own_keys, (rate, bias), kept, counts, moves_keys, s)
+        elif qkvz is not None:
             begin = place + 1
             past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
-            factors, counts = (rate, bias, weight), (real, tokens)
-        if s.own > 0:
-            places = keys, values, s.first_value + head * CV, is_first, moves_keys
-            kept = window, _pending_gates_at(pending, row, 0, head, s)
-            read_few(qkvz, found[0], y, parts, past, taps, factors, places, kept, counts, s)
-        elif qkvz is not None:
-            places = keys, values, is_first
+            factors, places = (rate, bias, weight), (keys, values, is_first)
             _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + row * H + head, begin)
-            if s.own == 0:
+            if s.own == 0:  # else it is done
                 if qkvz is not None:
                     for token in range(tokens):
                         kept = _pending_gates_at(pending, row, token, head, s)
@@ -359,8 +347,7 @@ def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
-    own = triton.next_power_of_2(tokens)
-    return dict(rows=CHUNK, own=own, precision=CHUNK_PRECISION[dtype])
+    return dict(own=triton.next_power_of_2(tokens), precision=CHUNK_PRECISION[dtype])
 
 
 @delta_tokens.register_fake
@@ -401,7 +388,6 @@ def take_in_pending(
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
         s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, 0, 0, len(w.dt_bias) > H)
-        s = replace(s, **chunk_of(M, s, pending[0].dtype) | {"own": 0})
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         tensors = None, None, memory, arrivals, None
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)

@@ -6,7 +6,15 @@ part is for a few tokens (ops/attention/delta.py): one chunk of ROWS, of which s
 Their inputs, g and beta are 0. A program has a whole head, so it stores no systems.
 """
 
-from ops.attention.delta_state import convolve, keep_inputs, norm_head, softplus, sum_past
+from ops.attention.delta_state import (
+    convolve,
+    keep_inputs,
+    load_past,
+    load_taps,
+    norm_head,
+    softplus,
+    sum_past,
+)
 from ops.launch import jit, tl
 
 
@@ -84,19 +92,6 @@ def invert_unit_lower(
         for level in range(1, LEVELS):
             inverse = _join_blocks(inverse, system, level, PRECISION)
     return inverse
-
-
-@jit
-def take_in_chunk(state, written, rest, correction, remains, s: tl.constexpr):
-    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
-    # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
-    # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
-    change = tl.zeros([s.columns, s.key_dim], tl.float32)
-    correction = tl.trans(correction)
-    if rest is not None:
-        change = tl.dot(correction.to(tl.bfloat16), rest, change)
-    change = dot_fp32(correction, written, change, "tf32x3")
-    return state * remains + tl.trans(change)
 
 
 # A few tokens -------------------------------------------------------------------------------------
@@ -198,22 +193,6 @@ def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
 
 
 @jit
-def _correct_state(k, v, g, beta, state, s: tl.constexpr):
-    """Return the state [Ck, Cv] after a chunk. state: where it is.
-
-    It is loaded twice, which registers do not hold until the end.
-    """
-    total, scale, _, inverse = _solve(k, g, beta, s)
-    whole, zeros = tl.sum(g, 0), tl.zeros([s.rows, s.value_dim], tl.float32)
-    errors = dot_fp32(k, tl.load(state), zeros, s.precision)
-    errors = v - (tl.exp(total) * scale)[:, None] * errors
-    correction = tl.dot(inverse, errors, input_precision=s.precision)
-    correction *= (scale * tl.exp(whole - total))[:, None]
-    tl.debug_barrier()  # else the compiler makes both loads one
-    return take_in_chunk(tl.load(state), k, None, correction, tl.exp(whole), s)
-
-
-@jit
 def _chunk_gates(b, a, rate, bias, real, s: tl.constexpr):
     """Return g and beta [ROWS] of a chunk; 0 after `real` tokens, which then change nothing."""
     b, a, is_real = b.to(tl.float32), a.to(tl.float32), tl.arange(0, s.rows) < real
@@ -221,28 +200,19 @@ def _chunk_gates(b, a, rate, bias, real, s: tl.constexpr):
 
 
 @jit
-def take_in_few(state, window, kept, taps, gates, places, accepted, s: tl.constexpr):
-    """Take in the pending tokens that were accepted, half a chunk at once; return the state.
+def prepare_few(old, newest, weights, first_value, s: tl.constexpr):
+    """Return what `read_few` takes of the state and of values: all is read before the wait.
 
-    kept: where the first b is. The state is loaded here, and once more after it was stored: so a
-    call without pending tokens has it in the layout of a load, and moves none of it for these.
+    Parts of the state, as of `dot_split`; channels of v, all twice: as many numbers as threads;
+    their taps; their inputs before the call; the norm's weight. newest: where these inputs are.
     """
-    COUNT: tl.constexpr = s.rows // 2  # hardly ever more: each token is 60 instructions of a warp
-    for begin in tl.range(0, accepted, COUNT, num_stages=1):  # a turn reads what the last stored
-        key_inputs, value_inputs = (), ()
-        for n in tl.static_range(s.width - 1 + COUNT):
-            inputs = window + tl.minimum(begin + n, s.width - 2 + accepted) * s.channels
-            key_inputs = key_inputs + (tl.load(inputs + places[0]),)
-            value_inputs = value_inputs + (tl.load(inputs + places[1]),)
-        real = tl.minimum(accepted - begin, COUNT)
-        at = kept + (begin + tl.minimum(tl.arange(0, s.rows), real - 1)) * s.gates
-        b, a = tl.load(at), tl.load(at + s.heads)
-        g, beta = _chunk_gates(b, a, gates[0], gates[1], real, s)
-        _, k = _key_rows(_convolve_chunk(key_inputs, taps[0], COUNT, s), s)
-        v = _value_rows(_convolve_chunk(value_inputs, taps[1], COUNT, s))
-        tl.store(state, _correct_state(k, v, g, beta, state, s))
-        tl.debug_barrier()  # other threads have stored their numbers
-    return tl.load(state)
+    # The tile's dimensions in the order of rows and columns: no number moves.
+    state = tl.reshape(tl.permute(old, (0, 2, 1, 3)), [s.key_dim, s.value_dim])
+    parts = split_fp32(state) if newest.dtype.element_ty == tl.bfloat16 else (state,)
+    values = first_value + tl.arange(0, 2 * s.value_dim) % s.value_dim
+    weight = tl.load(weights.norm + tl.arange(0, s.value_dim)[None, :]).to(tl.float32)
+    taps, past = load_taps(weights.conv, values, s), load_past(newest, values, s)
+    return parts, values, taps, past, weight
 
 
 @jit
@@ -254,19 +224,21 @@ def _pending_tile(channels, tokens, s: tl.constexpr):
 
 
 @jit
-def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: tl.constexpr):
+def read_few(qkvz, found, y, few, own_keys, gates, kept, counts, moves_keys, s: tl.constexpr):
     """Store what the call's tokens read of a head, normalized, and make them the pending ones.
 
-    The parameters are those of `_read_tokens`, but: found: where the first token has b. parts: the
-    state's, as of `dot_split`. places: channels of q and k, of v, and the first of v; which of v
-    are stored, and whether q's and k's are. kept: the window, and where the first pending token has
-    b. counts: real tokens, and all.
+    found: where the first token has b. few: of `prepare_few`. own_keys: channels of q and k, their
+    taps, and their inputs before the call. gates: the decay's rate and bias. kept: the window,
+    where the first pending token has b, and the first channel of v. counts: real tokens, and all.
+    moves_keys: whether to store q's and k's inputs, too.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
-    keys, values, first_value, is_first, moves_keys = places
+    parts, values, value_taps, value_past, weight = few
+    keys, key_taps, key_past = own_keys
+    window, pending_b, first_value = kept
     real, tokens = counts
-    key_inputs, value_inputs = past
+    key_inputs, value_inputs = key_past, value_past
     for n in tl.static_range(s.own):
         token, end = qkvz + n * s.row, tl.where(n < tokens, s.channels, 0)
         key_inputs = key_inputs + (tl.load(token + keys, mask=keys < end, other=0.0),)
@@ -281,18 +253,19 @@ def read_few(qkvz, found, y, parts, past, taps, gates, places, kept, counts, s: 
     value_tile = tl.load(qkvz + at_values, mask=are_values)  # again: 16 bytes of a thread at once
     key_tile = tl.load(qkvz + at_keys, mask=are_keys)
     g, beta = _chunk_gates(b, a, gates[0], gates[1], real, s)
-    q, k = _key_rows(_convolve_chunk(key_inputs, taps[0], s.own, s), s)
-    v = _value_rows(_convolve_chunk(value_inputs, taps[1], s.own, s))
+    q, k = _key_rows(_convolve_chunk(key_inputs, key_taps, s.own, s), s)
+    v = _value_rows(_convolve_chunk(value_inputs, value_taps, s.own, s))
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
-    factor = tl.where(row < real, factor * gates[2], 0.0)
-    pending_b = kept[1] + token * s.gates
+    factor = tl.where(row < real, factor * weight, 0.0)
+    pending_b += token * s.gates
     if real > 0:  # in flight while the state is read
         tl.store(pending_b, b, mask=exists)
         tl.store(pending_b + s.heads, a, mask=exists)
-        keep_inputs(kept[0], past[1], None, values, tokens, is_first, s)
-        tl.store(kept[0] + kept_values, value_tile, mask=are_values)
+        is_first = tl.arange(0, 2 * s.value_dim) < s.value_dim
+        keep_inputs(window, value_past, None, values, tokens, is_first, s)
+        tl.store(window + kept_values, value_tile, mask=are_values)
         if moves_keys:
-            keep_inputs(kept[0], past[0], None, keys, tokens, None, s)
-            tl.store(kept[0] + kept_keys, key_tile, mask=are_keys)
+            keep_inputs(window, key_past, None, keys, tokens, None, s)
+            tl.store(window + kept_keys, key_tile, mask=are_keys)
     out = norm_head(_read_state(q, k, v, g, beta, parts, s), factor, s, DTYPE)
     tl.store(y + row * STRIDE + columns[None, :], out.to(DTYPE), mask=row < tokens)

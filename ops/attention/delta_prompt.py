@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.delta_channels import Decayed, decay_channels
-from ops.attention.delta_chunk import decay_between, dot_fp32, invert_unit_lower, take_in_chunk
+from ops.attention.delta_chunk import decay_between, dot_fp32, invert_unit_lower
 from ops.attention.delta_state import COLUMNS, fit_tiles
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
@@ -99,7 +99,7 @@ def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.cons
         c = begin + tl.arange(0, BLOCK)[None, :]
         tokens = tl.load(x + c, mask=is_real[:, None], other=0.0)
         sums = tl.zeros([right.shape[0], BLOCK], tl.float32)
-        if BLOCK < 64:  # as in `take_in_chunk`
+        if BLOCK < 64:  # as in `_take_in`
             sums = tl.dot(right, tokens.to(tl.float32), sums, input_precision="tf32x3")
         else:
             sums = dot_fp32(right, tokens, sums, PRECISION)
@@ -148,6 +148,19 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
     right = inverse * beta[None, :]
     v = tokens.v + sequence * V_BATCH + head * CV + rows[:, None] * V_TOKEN
     _store_solved(right, v, systems.solved_values + place * CV, is_real, CV, PRECISION)
+
+
+@jit
+def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
+    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
+    # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
+    # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
+    change = tl.zeros([s.columns, s.key_dim], tl.float32)
+    correction = tl.trans(correction)
+    if rest is not None:
+        change = tl.dot(correction.to(tl.bfloat16), rest, change)
+    change = dot_fp32(correction, written, change, "tf32x3")
+    return state * remains + tl.trans(change)
 
 
 # Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
@@ -218,14 +231,14 @@ def _scan_chunks(
                 rest = tl.load(systems.decayed.rest + decayed)
             written = tl.load(systems.decayed.keys + decayed)
             remains = tl.load(systems.decayed.kept + kept)
-            state = take_in_chunk(state, written, rest, correction, remains, s)
+            state = _take_in(state, written, rest, correction, remains, s)
             decayed += T * CK
             kept += CK
         else:
             # Mamba-2's again: kept in registers until here, they were spilled.
             written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             correction *= write[:, None]
-            state = take_in_chunk(state, written, None, correction, remains, s)
+            state = _take_in(state, written, None, correction, remains, s)
         if s.is_delta:
             values += T * CV
             keys += T * CK

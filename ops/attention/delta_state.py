@@ -63,8 +63,7 @@ class DeltaSettings:
     ba_row: int
     channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
-    rows: int = 0  # tokens of a chunk, padding included; 0: no chunk, one token after the other
-    own: int = 0  # most tokens of a chunk that are a call's own
+    own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
     precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
@@ -76,7 +75,7 @@ class DeltaSettings:
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
     blocks = property(lambda s: s.value_dim // s.warp_columns)
     lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
-    columns = property(lambda s: s.value_dim)  # a program has all of the state's
+    rows = property(lambda s: 16)  # of a chunk, with padding: those of a tensor core instruction
     levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     # Copies of q and k that give each thread one of their numbers.
     copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
@@ -106,17 +105,13 @@ def with_even_rows(x: Tensor) -> Tensor:
 def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
     """Return rows [n, 1] and columns [n, warp_columns] of a tile of ROWS rows of the state.
 
-    n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns. For a
-    chunk, which tensor cores multiply: rows [Ck, 1] and columns [1, Cv].
+    n = ROWS * blocks. ROWS is Ck for the state, lane_rows for inputs and outputs of columns.
     """
-    if s.rows > 0:
-        return tl.arange(0, ROWS)[:, None], tl.arange(0, s.value_dim)[None, :]
-    else:
-        LANE_ROWS: tl.constexpr = s.lane_rows
-        part = tl.arange(0, ROWS * s.blocks)[:, None]
-        rows = part // (s.blocks * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
-        columns = tl.arange(0, s.warp_columns)[None, :]
-        return rows, part // LANE_ROWS % s.blocks * s.warp_columns + columns
+    LANE_ROWS: tl.constexpr = s.lane_rows
+    part = tl.arange(0, ROWS * s.blocks)[:, None]
+    rows = part // (s.blocks * LANE_ROWS) * LANE_ROWS + part % LANE_ROWS
+    columns = tl.arange(0, s.warp_columns)[None, :]
+    return rows, part // LANE_ROWS % s.blocks * s.warp_columns + columns
 
 
 @jit
@@ -124,23 +119,6 @@ def as_tile(x, s: tl.constexpr):
     """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
     ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
     return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
-
-
-@jit
-def value_columns(s: tl.constexpr):
-    """Return a head's columns of v as weights have them, as inputs do, and copies of the latter.
-
-    The first copy, 0, is stored. A chunk has two in one dimension: as many numbers as threads.
-    """
-    if s.rows > 0:
-        own = tl.arange(0, 2 * s.value_dim)
-        copy, own = own // s.value_dim, own % s.value_dim
-        columns = own
-    else:
-        copy, columns = tile_places(s.lane_rows, s)
-        own = tl.arange(0, s.blocks)[None, :, None, None] * s.warp_columns
-        own += tl.arange(0, s.warp_columns)[None, None, None, :]
-    return own, columns, copy
 
 
 @jit
@@ -215,10 +193,13 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 
 @jit
 def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
+    """Normalize what a token has read of a head, or what several have [T, Cv].
+
+    gate: its factor, with the norm's weight.
+    """
     out = out.to(DTYPE).to(tl.float32)
     square = tl.sum(out * out, len(out.shape) - 1, keep_dims=True)
-    if s.rows == 0:
+    if len(out.shape) == 4:
         square = tl.sum(square, 1, keep_dims=True)
     return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
