@@ -341,12 +341,6 @@ def machine_code() -> dict[str, dict[str, int]]:
             form = "one after the other" if T < delta.LEAST_CHUNK else "chunk"
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of {T}, {form}": code for name, code in launched.items()}
-    state = several[2][0].state
-    memory = state.state, state.pending(), [*several[2][0].weights()]
-    with mock.patch.object(delta, "kernels_support", lambda _: True):
-        place = torch.zeros(1, 1, dtype=torch.int64), None, None, state.arrivals
-        launched = launched_code(partial(delta.take_in_pending, *memory, *place))
-    found |= {f"{name} of pending ones": code for name, code in launched.items()}
     return {name: counts(code) for name, code in found.items()}
 
 

@@ -199,13 +199,13 @@ def test_the_kernels_compile_for_an_h200():
         counts = found.pop(name)
         assert counts["waits"] == counts["starts"] == 1, name
         assert counts["ahead"] >= 8  # the state is loaded before the wait
-        is_chunk = "chunk" in name or "pending ones" in name
-        # Triton 3.6 moves the state to shared memory before the wait, 3.9 after it (73 spills).
-        assert counts["spills"] <= (80 if is_chunk else 0), name
+        is_chunk = name.endswith("chunk")
+        # Triton 3.6 moves the state to shared memory before the wait, 3.9 after it.
+        assert counts["spills"] <= (24 if is_chunk else 0), name
         if is_chunk:
             assert counts["products"] and not counts["overwritten"] and not counts["narrow"], name
             # GPUs of compute capability 8.6 to 8.9, and 12.0, have 99 KB.
-            assert counts["shared"] <= 99 << 10 and counts["instructions"] < 6600, (name, counts)
+            assert counts["shared"] <= 99 << 10 and counts["instructions"] < 3500, (name, counts)
             continue
         # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers.
         # Decays of channels are a product more for each number of the state.
