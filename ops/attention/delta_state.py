@@ -75,7 +75,7 @@ class DeltaSettings:
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
     blocks = property(lambda s: s.value_dim // s.warp_columns)
     lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
-    rows = property(lambda s: 16)  # of a chunk, with padding: those of a tensor core instruction
+    rows = property(lambda s: 16)  # tokens of a chunk, with padding: a tensor core's rows
     levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     # Copies of q and k that give each thread one of their numbers.
     copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
