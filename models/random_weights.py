@@ -11,11 +11,13 @@ from torch import Tensor
 
 from formats import FORMATS, PLAIN
 from formats.base import Parts
-from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format
+from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format, scale_dtype
 from model import ModelArgs
 from models import ARCHITECTURES, args_from_hf, build_model
 
 SHARED = ".ffn.shared."  # Paths of shared experts' modules have it.
+# A table of n-grams has 320 million rows, which would take minutes to make: rows repeat.
+DISTINCT_ROWS = 1 << 20
 
 
 def architecture(name: str) -> ModelArgs:
@@ -95,10 +97,18 @@ class RandomWeights:
         """Make the parts of a packed module, rounded to nearest."""
         weight = f"{path}.weight"
         source = weight if weight in self.shapes else "embedding.weight"  # a tied head
-        return pack_weight(self.plain(source, device), spec, torch.device(device), iterations=0)
+        parts = pack_weight(self.distinct(source, device), spec, torch.device(device), iterations=0)
+        shape, format = self.shapes[source], FORMATS[spec["format"]]
+        layout = format.layout(shape, spec["group_size"], scale_dtype(spec))
+        return {name: repeat_rows(part, layout[name][0][-2]) for name, part in parts.items()}
 
     def plain(self, name: str, device: torch.device | str) -> Tensor:
         """Make an unpacked tensor: norms are one, biases zero."""
+        tensor, shape = self.distinct(name, device), self.shapes[name]
+        return repeat_rows(tensor, shape[-2]) if len(shape) > 1 else tensor
+
+    def distinct(self, name: str, device: torch.device | str) -> Tensor:
+        """Make the first DISTINCT_ROWS rows of an unpacked tensor."""
         shape = self.shapes[name]
         if len(shape) == 1:
             fill = torch.zeros if name.endswith("bias") else torch.ones
@@ -106,8 +116,17 @@ class RandomWeights:
         seed = self.seed + list(self.shapes).index(name)
         generator = torch.Generator(device).manual_seed(seed)
         scale = 1.0 if name == "embedding.weight" else shape[-1] ** -0.5
+        shape = *shape[:-2], min(shape[-2], DISTINCT_ROWS), shape[-1]
         tensor = torch.empty(shape, dtype=self.dtype, device=device)
         return tensor.normal_(0, scale, generator=generator)
+
+
+def repeat_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Repeat the rows of a tensor [..., n, N] until there are `rows`."""
+    have = tensor.shape[-2]
+    if have == rows:
+        return tensor
+    return tensor.index_select(-2, torch.arange(rows, device=tensor.device) % have)
 
 
 def number_format(mode: str, args: ModelArgs) -> dict:

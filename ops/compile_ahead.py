@@ -36,9 +36,6 @@ except ImportError:  # no kernel is compiled without Triton
 LEAVE_FREE = 2  # cores, for the process that waits
 
 
-# Launches as text ---------------------------------------------------------------------------------
-
-
 def encode(value) -> object:
     """Return a launch's argument as JSON has it: numbers, text, and objects by class and fields."""
     if isinstance(value, torch.dtype):
@@ -110,9 +107,6 @@ def compile_task(task: str) -> None:
     # It needs the driver's library; without it, or in another version, the launch makes it.
     with suppress(Exception):
         CudaLauncher(code.src, code.metadata)
-
-
-# The helper ---------------------------------------------------------------------------------------
 
 
 def pretend(gpu: Gpu) -> None:

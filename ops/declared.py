@@ -10,6 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+
+def check_known(what: str, name: str, known: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is not known."""
+    if name not in known:
+        raise ValueError(f"no kernel for the {what} {name!r}: known are {', '.join(known)}")
+
+
 ACTIVATIONS = "silu", "clamped", "gelu_tanh", "relu_squared"
 OUTPUT_GATES = "sigmoid", "softplus"
 
@@ -27,9 +34,7 @@ class Activation:
     alpha: float = 1.0
 
     def __post_init__(self):
-        if self.kind not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"no kernel for the activation {self.kind!r}: known are {known}")
+        check_known("activation", self.kind, ACTIVATIONS)
 
     gated = property(lambda s: s.kind != "relu_squared")
 
@@ -53,6 +58,8 @@ class Routing:
     gated: bool = False  # their weight is the sigmoid of the router's last row; else it is 1
 
     pairs = property(lambda s: s.active + s.shared)  # experts of a token, A + S
+    # What a second row of scores is made of, [E]: the choice, or the weights, need both rows.
+    of_experts = property(lambda s: s.score_bias if s.factors is None else s.factors)
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,7 @@ class OutputGate:
     per_head: bool = False  # one number a head, else one for each number of the output
 
     def __post_init__(self):
-        if self.activation not in OUTPUT_GATES:
-            known = ", ".join(OUTPUT_GATES)
-            raise ValueError(f"no kernel for the gate {self.activation!r}: known are {known}")
+        check_known("gate", self.activation, OUTPUT_GATES)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Only this file and ops/inductor_tuning.py use Inductor's private API.
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
 
@@ -119,7 +119,11 @@ def compiled(function: Callable, **options) -> Callable:
 
     @wraps(function)
     def call(*arguments, **named):
-        with untuned() if tuning_is_off else nullcontext():
+        if not tuning_is_off:
+            return made()(*arguments, **named)
+        import torch._inductor.config as inductor
+
+        with inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False):
             return made()(*arguments, **named)
 
     return call
@@ -188,10 +192,3 @@ def without_tuning() -> Iterator[None]:
         yield
     finally:
         tuning_is_off = before
-
-
-def untuned():
-    """Return Inductor's options of code that `without_tuning` compiles, as a context manager."""
-    import torch._inductor.config as inductor
-
-    return inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False)

@@ -10,7 +10,9 @@ from statistics import median
 
 import torch
 
-LONG_KERNEL_MS = 0.008  # by `gpu_ms`, which gives 0.005 for an empty kernel
+# By `gpu_ms`, which gives 0.005 for an empty kernel.
+SHORT_KERNEL_MS = 0.0055
+LONG_KERNEL_MS = 0.008
 # With more values registers spill, and compiling such a tiling takes a second.
 MAX_VALUES_PER_LANE = 64
 MAX_ROUNDS = 50  # most launches that `gpu_ms` times
@@ -50,6 +52,8 @@ def best_tiling(tuner, compile_tiling: Callable, measure: Callable, tiling, long
     measured so far. compile_tiling(tiling): compiles into Triton's cache. measure(tiling): returns
     milliseconds; raises if a tiling needs more registers or shared memory than the GPU has.
 
+    A kernel that takes hardly longer than an empty one is not searched.
+
     Neighbors differ by one step in one field. If none of them is better and the kernel takes
     `long_ms` milliseconds or more, also try neighbors that differ in several fields: Mixtral's int8
     experts are a tenth faster for it. Neighbors are compiled in parallel, since compiling takes
@@ -64,6 +68,8 @@ def best_tiling(tuner, compile_tiling: Callable, measure: Callable, tiling, long
             tuner.cache_benchmark_result(neighbor, math.inf)
             return math.inf
 
+    if timed(tiling) < SHORT_KERNEL_MS:
+        return tiling
     several = False
     with ThreadPoolExecutor(inductor.compile_threads) as pool:
         while True:

@@ -37,7 +37,7 @@ class KernelError(RuntimeError):
 
 
 class Constants:
-    """Settings as a compiled kernel sees them: each number or text is a `tl.constexpr`.
+    """Settings as a compiled kernel sees them: each number, text or setting is a `tl.constexpr`.
 
     Triton takes no plain number as a shape, as a range's end or as a divisor, and no plain tuple in
     a comprehension.
@@ -52,7 +52,7 @@ class Constants:
             return tl.constexpr(value)
         if type(value) is tuple:
             return tl.tuple(map(tl.constexpr, value))
-        return Constants(value) if dataclasses.is_dataclass(value) else value
+        return tl.constexpr(Constants(value)) if dataclasses.is_dataclass(value) else value
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Constants) and self.settings == other.settings
@@ -77,7 +77,7 @@ class Kernel(triton.JITFunction if triton else object):
 
     def run(self, *args, grid, warmup, **options):
         if Kernel.collected is not None and not warmup:
-            self.compile_for(*args, **options)
+            Kernel.collected.append((self, tuple(map(without_memory, args)), options))
             return None
         if Kernel.recorded is not None and not warmup:
             found = self.compile_for(*args, **options)
@@ -96,11 +96,7 @@ class Kernel(triton.JITFunction if triton else object):
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
-        types = tuple(map(without_memory, args))
-        if Kernel.collected is not None:
-            Kernel.collected.append((self, types, options))
-            return None
-        return self.warmup(*types, grid=(1,), **options)
+        return self.warmup(*map(without_memory, args), grid=(1,), **options)
 
 
 def without_memory(arg):

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Transformer
-from ops.attention.prompt_attention import KERNEL, attend_prompt, attends_prompt
-from ops.attention.prompt_heads import KERNEL as HEADS
-from ops.attention.prompt_heads import Places, prompt_heads
+from ops.attention.prompts import KERNELS as HEADS
+from ops.attention.prompts import Places, attend_prompt, attends_prompt, prompt_heads
 from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
 from ops.plain.attention import attend_chunk, gate_heads
@@ -30,7 +29,7 @@ from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
-ALL_KERNELS = *KERNELS, HEADS, KERNEL, "_route", "join_tokens", "_grouped"
+ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 
 

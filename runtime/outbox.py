@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ops.step.outbox import post_tokens
+from ops.step.token_draw import post_tokens
 
 
 class Outbox:

@@ -69,12 +69,11 @@ from ops.attention.gqa import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
 from ops.attention.softmax import merge_partial
 from ops.declared import SWIGLU, Activation, AttentionAdditions
-from ops.plain import norms
 from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
 from ops.plain.rope import rope_frequencies, rope_table
 from ops.products import codes, gemv, operands, pipeline, units, words
-from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.fixed_join import NextNorm, fixed_join, join_plainly
 from ops.products.join import Added
 from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
@@ -794,7 +793,7 @@ def sandwich_errors() -> dict[str, float]:
             added = Added(y=y, branch_norms=of_branches, norm=weight, scalar=given[0])
             rest = added, NextNorm(given[1], None, 1e-6), given[2], 1.0
             got = fixed_join(x.as_subclass(OnCuda), *rest)
-            want = norms.join(x, *rest)
+            want = join_plainly(x, *rest)
             got, want = (
                 torch.cat([*map(torch.flatten, some)]).as_subclass(Tensor) for some in (got, want)
             )

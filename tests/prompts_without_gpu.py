@@ -11,8 +11,7 @@ from formats.quantizer import pack_weight
 from model import Chunk, group_by_expert, rope_frequencies, rope_table
 from offload.runner import FusedOffloadRunner
 from ops.attention.gqa import AttentionSettings
-from ops.attention.prompt_attention import attend_prompt
-from ops.attention.prompt_heads import Places, prompt_heads
+from ops.attention.prompts import Places, attend_prompt, prompt_heads
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.plain.ring import append_chunk

@@ -105,6 +105,18 @@ def test_random_weights_repeat_for_a_seed_and_keep_activations_near_one():
     assert len(set(Session(first, 64).stream([1, 2], 20, Sampling(seed=0)))) > 3
 
 
+@pytest.mark.parametrize("mode", ("bf16", "int4", "fp8", "fp8b", "q4_k"))
+def test_rows_of_a_large_table_repeat(mode, monkeypatch):
+    args = dataclasses.replace(args_from_hf(CONFIG), vocab_size=700)
+    monkeypatch.setattr("models.random_weights.DISTINCT_ROWS", 256)
+    model = load_model(RandomWeights(args, number_format(mode, args)), "cpu")
+    weight = model.embedding.weight
+    assert torch.equal(weight[256:512], weight[:256]) and torch.equal(weight[512:], weight[:188])
+    x = torch.randn(1, args.dim, dtype=torch.bfloat16)
+    logits = model.head(x).view(-1)  # of int8, if the format packs it
+    assert torch.equal(logits[512:], logits[:188]) and len(logits.unique()) > 100
+
+
 def test_first_layers_are_those_of_the_model():
     args = ARCHITECTURES["gpt-oss-120b"]
     windows = [block.attention.window for block in build_model(args).layers]

@@ -163,8 +163,10 @@ def test_a_step_reads_what_an_index_chooses(cache_class):
     """It copies no state, reads none before it is written, and has no library calls."""
     args, found = ARCHITECTURES["Qwen3.8-Flash-Next"], generated(f"indexed_attention {cache_class}")
     assert found["extern"] == found["early"] == []
-    # The largest are the scores of all heads. A cache of 32,768 positions would be much larger.
-    assert found["largest_buffer"] == args.n_head * args.index_sizes.reach
+    # The largest are the scores of all heads; in PyTorch 2.11 the chosen keys and values. A cache
+    # of 32,768 positions would be 16 times as large.
+    chosen = 2 * args.n_kv_head * args.head_dim * args.index_sizes.reach
+    assert found["largest_buffer"] in (args.n_head * args.index_sizes.reach, chosen)
     assert found["triton"] <= 23
 
 
@@ -175,7 +177,7 @@ def test_a_step_looks_n_grams_up_without_a_copy(format):
     assert found["extern"] == found["early"] == []
     # The convolution's inputs, of which the ring has 128
     assert found["largest_buffer"] == args.ngram_sizes.reach * args.streams * args.dim
-    assert found["triton"] <= 10
+    assert found["triton"] <= 12  # in PyTorch 2.13 it is 10
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,15 @@ def test_shapes_that_need_more_than_there_is_are_passed_by():
 
     def measure(config: Config) -> float:
         fits(config)
-        return 1 / math.prod(numbers(config))
+        return 1e3 / math.prod(numbers(config))
 
     assert math.prod(search(measure, shape(4, 64, 1), fits)) == 16 * 256 * 4
+
+
+def test_a_kernel_as_short_as_an_empty_one_is_not_searched():
+    compiled = []
+    assert search(lambda _: 0.005, shape(64, 64, 4), compiled.append) == (64, 64, 4)
+    assert not compiled
 
 
 def test_no_lane_holds_so_much_that_it_spills():

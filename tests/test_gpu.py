@@ -106,13 +106,13 @@ def test_without_kernels_the_plain_form_multiplies(become, there, name):
 def test_bf16_prompts_take_the_library_where_it_has_a_kernel(become, monkeypatch, name, rows):
     become(KNOWN[name])
     taken = []
-    for form in ("_multiply", "_multiply_by_library"):
-        monkeypatch.setattr(prompt, form, lambda *_, form=form: taken.append(form))
+    for owner, form in ((prompt, "grouped_gemm"), (prompt.F, "grouped_mm")):
+        monkeypatch.setattr(owner, form, lambda *_, form=form, **__: taken.append(form))
     weight = on_gpu(1, 1, 1).expand(8, 28672, 4096)
     prompt.grouped_mm(on_gpu(1, 1).expand(rows, 4096), weight, torch.zeros(8))
     few, has_kernels = rows < 1024, KNOWN[name].runs_kernels
     by_library = not has_kernels or (name in ("sm_90", "sm_100") and not few)
-    assert taken == ["_multiply_by_library" if by_library else "_multiply"]
+    assert taken == ["grouped_mm" if by_library else "grouped_gemm"]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from generate import load_model
 from model import Chunk, Context, ModelArgs
 from models.converter import convert
 from models.layers.ngram_embedding import NgramEmbedding, NgramSizes, ngram_recipes
+from models.layers.ngram_hash import head_primes, ngram_rows, within_segment
 from models.layers.short_conv import ConvCache
-from ops.plain.ngram_hash import head_primes, ngram_rows, within_segment
 from ops.plain.ring import Ring
 from runtime.host_memory import Registered, in_host_memory
 from runtime.memory import Shortage

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ops.step import draft_check, outbox, token_draw
+from ops.step import draft_check, token_draw
 from ops.step.draft_check import MOST
 from runtime import verification
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
@@ -93,7 +93,7 @@ def run(case: dict, device: str = "cpu") -> dict:
     if logits.is_cuda:
         slots = slots.pin_memory()
     for _ in range(2):
-        outbox.post_tokens(fused.token, count, slots)
+        token_draw.post_tokens(fused.token, count, slots)
         fused.token.neg_()
     posted = torch.stack((-fused.token.flatten(), fused.token.flatten())).cpu()
     same_posts = slots[:, :B].equal(posted) and slots[:, B].tolist() == [7, 7] and count.item() == 5

@@ -55,14 +55,6 @@ class IndexSizes(NamedTuple):
         return self.budget + self.ratio - 1
 
 
-class NewBlocks(NamedTuple):
-    """The n blocks that a call may complete."""
-
-    keys: Tensor  # [B, n, J]
-    blocks: Tensor  # int64 [B, n]
-    is_complete: Tensor  # bool [B, n], by a real token of the call
-
-
 class Choice(NamedTuple):
     """What the queries of a call attend to, in place of `ops.plain.attention.Mask`."""
 
@@ -116,10 +108,11 @@ class IndexedAttention(GatedAttention):
         row, first = call_place(context, B, Q, projected.device)
         queries, keys = projected.split((N * J, J), dim=-1)
         rows = torch.arange(B, device=keys.device) if row is None else row
-        new = self.append_keys(keys, rows, first, context)
+        self.append_keys(keys, rows, first, context)
         if context.chunk and context.chunk.end <= self.sizes.reach:
             return None
         positions = first + torch.arange(Q, device=keys.device)
+        # Materialized: as in `Attention.core`, this kernel is between the append and its reader.
         queries = self.index_q_norm(queries.unflatten(-1, (N, J)))
         queries = materialize(self.rotate(queries, positions.unsqueeze(-1)))
         if context.chunk:
@@ -127,8 +120,8 @@ class IndexedAttention(GatedAttention):
             known = known if len(known) == 1 else known.index_select(0, row)
             chosen = choose_of_chunk(queries[0], known[0], context.chunk.end, R, self.sizes.chosen)
             return Choice(None, chosen.unsqueeze(0))
-        scores = index_scores(queries, self.block_keys.kv[0, :B, 0])
-        scores = with_new_blocks(scores, index_scores(queries, new.keys), new)
+        known = self.block_keys.kv[0, :B, 0]
+        scores = index_scores(queries, known)
         chosen = best_blocks(scores, positions, R, self.sizes.chosen)
         return Choice(context.masks[self.window].bias, chosen)
 
@@ -149,7 +142,7 @@ class IndexedAttention(GatedAttention):
         angles = positions.unsqueeze(-1).float() * radians
         return rotate_by(x, angles.cos() * cos, angles.sin() * sin, self.rotary_dim)
 
-    def append_keys(self, keys: Tensor, rows: Tensor, first: Tensor, context: Context) -> NewBlocks:
+    def append_keys(self, keys: Tensor, rows: Tensor, first: Tensor, context: Context) -> None:
         """Store raw keys [B, Q, J], at positions from `first` [B, 1] on, and those of their blocks.
 
         rows [B]: of the cache.
@@ -164,9 +157,7 @@ class IndexedAttention(GatedAttention):
         groups = inputs.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
         means = groups.unflatten(1, (-1, R)).float().mean(dim=2).to(keys.dtype)
         new = self.rotate(self.index_k_norm(means), blocks * R).to(keys.dtype)
-        is_complete = ends < count.unsqueeze(1)
-        write_rows(self.block_keys, new, rows.unsqueeze(1), blocks, is_complete)
-        return NewBlocks(materialize(new), blocks, is_complete)
+        write_rows(self.block_keys, new, rows.unsqueeze(1), blocks, ends < count.unsqueeze(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, Q, H, C], keys and values as the cache returned them -> [B, Q, H * C]."""
@@ -218,19 +209,6 @@ def index_scores(queries: Tensor, keys: Tensor) -> Tensor:
 def complete_blocks(positions: Tensor, ratio: int) -> Tensor:
     """Return how many blocks are complete at positions [B, Q]: [B, Q, 1]."""
     return (positions.unsqueeze(-1) + 1) // ratio
-
-
-def with_new_blocks(scores: Tensor, own: Tensor, new: NewBlocks) -> Tensor:
-    """Return scores [B, Q, M] with those of new blocks, `own` [B, Q, n].
-
-    So it does not matter whether a kernel that reads all block keys sees those of this call: with
-    programmatic dependent launch (PDL) Inductor may let it begin before they are stored.
-    """
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    for n, score in enumerate(own.unbind(-1)):
-        is_own = (index == new.blocks[:, n : n + 1]) & new.is_complete[:, n : n + 1]
-        scores = torch.where(is_own.unsqueeze(1), score.unsqueeze(-1), scores)
-    return scores
 
 
 def best_blocks(scores: Tensor, positions: Tensor, ratio: int, count: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Embeddings of each token's n-grams, added to the residual before a layer (qwen4_exp's PLE).
 
 Rows of a large table are looked up by hashes of the token and of those before it
-(ops/plain/ngram_hash.py). With S residual streams:
+(models/layers/ngram_hash.py). With S residual streams:
 
     e = the rows, joined          k_s = norm(wk e)_s          v = wv e
     a_s = k_s . norm(x)_s / sqrt(D)          u_s = sigmoid(sign(a_s) sqrt|a_s|) v
@@ -32,16 +32,11 @@ from formats.packed import Packed
 from model import Chunk, Context, KVCache, Linear
 from models.layers.hyper_connections import StreamBlock, StreamNorm, Streams
 from models.layers.joined_state import JoinedState
+from models.layers.ngram_hash import hash_multipliers, head_primes, ngram_rows, within_segment
 from models.layers.pending_state import Convolution, call_place
 from models.layers.short_conv import allocate_inputs
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.inductor import materialize
-from ops.plain.ngram_hash import (
-    hash_multipliers,
-    head_primes,
-    ngram_rows,
-    within_segment,
-)
 from ops.plain.short_conv import causal_conv
 
 TABLE = "ple.ple_embedding.ngram_embedding"  # its published name

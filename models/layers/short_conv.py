@@ -39,8 +39,9 @@ class ConvCache(KVCache):
             first = torch.full_like(rows, context.chunk.end - Q)
         places = first + torch.arange(1 - width, 0, device=device)
         past = torch.where((places >= 0).unsqueeze(-1), ring[rows, places % R], 0.0)
-        # Materialized, so that the ring is read before it is written.
-        inputs = materialize(torch.cat((past, x), dim=1))
+        # Materialized, so that the ring is read before it is written. Without a past x may be a
+        # slice, of which that is wrong.
+        inputs = materialize(torch.cat((past, x), dim=1)) if width > 1 else x
         count = torch.full_like(first, Q) if context.last is None else context.last.unsqueeze(1) + 1
         # The last R real tokens: earlier ones would share slots with them.
         index = torch.arange(min(Q, R), device=device) + (count - R).clamp(min=0)

@@ -31,10 +31,9 @@ def load_block(
             slot = tl.max_contiguous(tl.multiple_of(slot, 16), 16)
     at = slot[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     block = tl.load(entries + at, mask=(key < end)[:, None], other=0)
+    scale = 1.0
     if scales is not None:
         scale = tl.load(scales + slot, mask=key < end, other=0.0).to(tl.float32)
-    else:
-        scale = 1.0
     return block, scale
 
 

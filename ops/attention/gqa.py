@@ -211,18 +211,6 @@ def choose_rows(Q: int, G: int, C: int, is_one_part: bool) -> int:
     return max(one_head, min(32, pow2(Q * G)))
 
 
-def choose_parts(programs: int, length: int, s: KernelSettings, device: torch.device) -> int:
-    """Return P, at most one part for each block of `length` positions.
-
-    programs: of each part. One query of a plain cache: a program takes half of a multiprocessor's
-    shared memory or more, and all programs should run at once.
-    """
-    if length <= s.one_part:
-        return 1
-    side_by_side = 1 if s.queries == 1 and not s.int8 else PROGRAMS
-    return min(MAX_PARTS, count_parts(programs, length, s.tile.block, device, side_by_side))
-
-
 def takes_queries(Q: int, C: int) -> bool:
     """Whether the kernels take this many queries of a sequence, with heads of C numbers."""
     if C & C - 1 or not 16 <= C <= 512:
@@ -259,26 +247,17 @@ def divide(
             *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
             one_part=tile.block * (2 if Q == 1 and not int8 else 1),
         )
-        P = 1 if is_one_part and Q > 1 else choose_parts(B * s.pairs, length, s, qkv.device)
+        P = 1
+        if length > s.one_part and not (is_one_part and Q > 1):
+            # One query of a plain cache: a program takes half of a multiprocessor's shared memory
+            # or more, and all programs should run at once.
+            side_by_side = 1 if Q == 1 and not int8 else PROGRAMS
+            P = count_parts(B * s.pairs, length, tile.block, qkv.device, side_by_side)
         # One query of an int8 cache: as many parts as multiprocessors are one block. More parts
         # take longer to merge than their programs save (H100).
         processors = gpu_of(qkv.device).multiprocessors
         few = min(MAX_PARTS, max(1, processors // (B * s.pairs))) if int8 else FEW_PARTS
         yield replace(s, parts=P, few_parts=MAX_PARTS if Q > 1 else few)
-
-
-def int8_settings(
-    layer: AttentionSettings, Q: int, S: int, rows: int, parts: int
-) -> Iterator[KernelSettings]:
-    """Yield settings of `attend_int8`, the fastest first."""
-    M = max(FEWEST_ROWS, pow2(layer.group * Q))
-    s = KernelSettings(
-        *(layer, Tile(128, 2), S, S, rows * layer.kv_heads * S, Q, M, layer.group, parts),
-        int8=True,
-        appends=False,
-    )
-    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
-    yield from (replace(s, tile=Tile(block, 2)) for block in blocks)
 
 
 @custom_op("moe_fast::attend_tokens", mutates_args=("cache", "scales"))
@@ -360,8 +339,13 @@ def attend_int8(
     args = q.contiguous(), None, place, HeadWeights(), stored, results
     # Without PDL: the kernel waits for nothing.
     options = {"warps": 4 if H // K * Q <= 16 else 8, "pdl": False}
-    candidates = int8_settings(layer, Q, S, rows, y.shape[2])
-    s, options = fit(attend_kernel, ((s, options) for s in candidates), *args)
+    M = max(FEWEST_ROWS, pow2(layer.group * Q))
+    sizes = S, S, rows * K * S, Q, M, layer.group, y.shape[2]
+    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
+    divisions = (
+        KernelSettings(layer, Tile(block, 2), *sizes, int8=True, appends=False) for block in blocks
+    )
+    s, options = fit(attend_kernel, ((s, options) for s in divisions), *args)
     launch(attend_kernel, (K, B, y.shape[2]), *args, settings=s, **options)
     return y, sums
 

@@ -14,7 +14,7 @@ from ops.attention.heads import (
     load_value,
     prefetch,
 )
-from ops.attention.softmax import dot, finish_softmax, online_softmax
+from ops.attention.softmax import dot, weigh
 from ops.launch import await_previous, jit, tl
 
 
@@ -60,9 +60,8 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
     c = tl.arange(0, C)[None, :]
     r: tl.constexpr = a.rotary_dim
     rotation = load_rotation(rope, token[:, None], c, C, r, s.rope_width, a.rope_begin)
-    if s.queries == 1:
-        own_rotation = rotation
-    else:
+    own_rotation = rotation
+    if s.queries > 1:
         own_rotation = load_rotation(rope, own[:, None], c, C, r, s.rope_width, a.rope_begin)
     q_norm, k_norm = weights.q_norm, weights.k_norm
     if q_norm is not None:
@@ -73,10 +72,9 @@ def _load_ahead(rope, weights, rows, sequence, kv_head, s: tl.constexpr):
             q_norm += tl.zeros([s.rows, 1], tl.int32)
             k_norm += tl.zeros([s.own_rows, 1], tl.int32)
     q_weight, k_weight = load_head_norm(q_norm, rotation), load_head_norm(k_norm, own_rotation)
+    sink = 0.0
     if weights.sinks is not None:
         sink = tl.load(weights.sinks + head).to(tl.float32)
-    else:
-        sink = 0.0
     return rotation, own_rotation, q_weight, k_weight, sink
 
 
@@ -129,10 +127,9 @@ def _start_softmax(qkv, weights, cache, ahead, rows, place, s: tl.constexpr):
         distance = query[:, None] - t[None, :]
         seen = (distance >= 0) & (distance < tl.where(part == 0, a.window, 0))
         scores = dot(x, tl.trans(key.to(dtype)))
-        scores = tl.where(seen, scores, float("-inf"))
-        row_max = tl.full([s.rows], float("-inf"), tl.float32)
-        weights, _, row_max, row_sum = online_softmax(scores, row_max, tl.zeros_like(row_max))
-        acc = dot(weights.to(dtype), value.to(dtype))
+        none = tl.full([s.rows], float("-inf"), tl.float32)
+        own, _, row_max, row_sum = weigh(scores, none, tl.zeros_like(none), None, seen, dtype)
+        acc = dot(own, value.to(dtype))
     return x, row_max, row_sum, acc
 
 
@@ -166,9 +163,16 @@ def _load_gate(qkv, token, head, c, a: tl.constexpr):
 
 @jit
 def _store_heads(y, softmax, sink, gate, at, mask, a: tl.constexpr):
-    """Divide acc [R, N] by the sum of weights [R, 1], apply sink and gate (or None), store it."""
+    """Divide acc [R, N] by the sum of weights [R, 1], a sink's included; apply the gate; store it.
+
+    sink: fp32, [R, 1] or one; sink and gate may be None.
+    """
     row_max, row_sum, acc = softmax
-    out = finish_softmax(row_max, row_sum, acc, sink)
+    if sink is not None:
+        largest = tl.maximum(row_max, sink)
+        acc *= tl.exp(row_max - largest)
+        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
+    out = acc / row_sum
     if gate is not None:
         gate = gate.to(tl.float32)
         if a.gate == "sigmoid":
@@ -212,10 +216,9 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
         ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
         sink = ahead[4] if weights.sinks is not None else None
         await_previous(PDL)
+        gate = None
         if a.gate != "":
             gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
-        else:
-            gate = None
         call = sequence, program, part, start, stored
         x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
     else:
@@ -259,16 +262,14 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
     length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
     first += part * length  # parts are neighbors, and equal
     end = tl.minimum(first + length, end)
+    count_stored = s.queries
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
-    else:
-        count_stored = s.queries
     pair = sequence * s.layer.kv_heads + program // s.splits
     keys, values = pair * s.length, s.entries + pair * s.length
+    scales = None, None
     if stored.scales is not None:
         scales = stored.scales + keys, stored.scales + values
-    else:
-        scales = None, None
     keys, values = stored.entries + keys * s.width, stored.entries + values * s.width
     cache = keys, scales[0], values, scales[1]
     place = sequence, program, part, parts, start, first, end, count_stored
@@ -285,7 +286,6 @@ def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL:
 @jit
 def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.constexpr):
     a: tl.constexpr = s.layer
-    C: tl.constexpr = a.head_dim
     Q: tl.constexpr = s.queries
     head, token = tl.program_id(0), tl.program_id(2)
     sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
@@ -293,10 +293,8 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     sink, gate = None, None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-    if PDL:
-        # Also without parts: the next kernel waits for this one, and so for `attend_kernel`.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # Also without parts: the next kernel waits for this one, and so for `attend_kernel`.
+    await_previous(PDL, EARLY=True)
     if parts == 1:
         return
     c = tl.program_id(1) * s.columns + tl.arange(0, s.columns)
@@ -310,12 +308,12 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     at = (program * s.parts + part) * s.stored_rows + query * s.each + in_group % s.each
     maxima = tl.load(results.sums + at * 2, is_part, float("-inf"))
     totals = tl.load(results.sums + at * 2 + 1, is_part, 0.0)
-    numbers = results.partial + at[:, None] * C + c[None, :]
+    numbers = results.partial + at[:, None] * a.head_dim + c[None, :]
     numbers = tl.load(numbers, is_part[:, None], 0.0)
     largest = tl.max(maxima, 0)
     share = tl.exp(maxima - largest)
     total, acc = tl.sum(totals * share, 0), tl.sum(numbers * share[:, None], 0)
     zero = tl.zeros([1, 1], tl.float32)
     softmax = zero + largest, zero + total, acc[None, :]
-    heads = (token * a.heads + head) * C + c[None, :]
+    heads = (token * a.heads + head) * a.head_dim + c[None, :]
     _store_heads(results.y, softmax, sink, gate, heads, None, a)

@@ -8,46 +8,19 @@ from ops.launch import add_both, jit, tl
 
 
 @jit
-def load_rotation(
-    rope,
-    token,
-    c,
-    C: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
-    ROPE_BEGIN: tl.constexpr,
-):
+def load_rotation(rope, token, c, C: tl.constexpr, ROTARY_DIM: tl.constexpr, width, begin):
     """Load RoPE of a token, or of tokens [M, 1], for the numbers c [M, C] of a head.
 
+    width: numbers of a row of `rope`, in which the layer's begin at `begin`; both constant.
     Return c, the index of the number that RoPE pairs each with, its cosine and its signed sine.
     Those of heads that are not rotated are 1.0 and 0.0.
     """
     if ROTARY_DIM > 0:
         partner = tl.where(c < ROTARY_DIM, (c + ROTARY_DIM // 2) % ROTARY_DIM, c)
-        rope += token * ROPE_WIDTH + ROPE_BEGIN + c
+        rope += token * width + begin + c
         return c, partner, tl.load(rope), tl.load(rope + C)
     else:
         return c, c, 1.0, 0.0
-
-
-@jit
-def load_pairs(x, rotation, ROTARY_DIM: tl.constexpr):
-    """Load one head's numbers at x, and the numbers that RoPE pairs them with, both fp32 [M, C]."""
-    c, partner, _, _ = rotation
-    partner_x = x + partner
-    if ROTARY_DIM % 16 == 0:
-        # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
-        partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
-    partner_x = tl.load(partner_x).to(tl.float32)
-    return tl.load(x + c).to(tl.float32), partner_x
-
-
-@jit
-def load_rotated(x, rotation, ROTARY_DIM: tl.constexpr):
-    """Load one head at x -> [M, C] fp32, after RoPE. rotation: as of `load_rotation`."""
-    _, _, cos, sin = rotation
-    x, partner_x = load_pairs(x, rotation, ROTARY_DIM)
-    return x * cos + partner_x * sin
 
 
 @jit
@@ -70,8 +43,13 @@ def load_head(x, weight, rms, rotation, s: tl.constexpr):
     weight: as of `load_head_norm`; None: no norm. With s.full_norm the norm is over all heads and
     comes before the clip; rms is its factor.
     """
-    _, _, cos, sin = rotation
-    x, partner_x = load_pairs(x, rotation, s.rotary_dim)
+    c, partner, cos, sin = rotation
+    partner_x = x + partner
+    if s.rotary_dim % 16 == 0:
+        # Triton cannot derive from `partner` that 8 neighbors are one aligned load of 16 bytes.
+        partner_x = tl.max_contiguous(tl.multiple_of(partner_x, (1, 16)), (1, 8))
+    partner_x = tl.load(partner_x).to(tl.float32)
+    x = tl.load(x + c).to(tl.float32)
     if s.clip > 0 and not s.full_norm:
         partner_x, x = tl.clamp(partner_x, -s.clip, s.clip), tl.clamp(x, -s.clip, s.clip)
     if weight is not None:
@@ -137,9 +115,8 @@ def keep_layout(x):
     spills, and 14 more barriers. GPUs of other makers do without.
     """
     if tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
-        )
+        PTX: tl.constexpr = "mov.b32 $0, $1;"
+        return tl.inline_asm_elementwise(PTX, "=f,f", [x], tl.float32, is_pure=False, pack=1)
     else:
         return x
 
@@ -147,21 +124,16 @@ def keep_layout(x):
 @jit
 def prefetch(address, size):
     """Prefetch `size` bytes at an address, both multiples of 16, into L2: one thread does."""
-    tl.inline_asm_elementwise(
-        """{
+    PTX: tl.constexpr = """{
         .reg .pred first;
         .reg .u32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 first, thread, 0;
         @first cp.async.bulk.prefetch.L2.global [$1], $2;
         mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        (address.to(tl.int64), size),
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        }"""
+    given = address.to(tl.int64), size
+    tl.inline_asm_elementwise(PTX, "=r,l,r", given, tl.int32, is_pure=False, pack=1)
 
 
 @jit

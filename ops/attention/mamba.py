@@ -96,11 +96,9 @@ def _move(past, new):
 def _convolve(new, past, convolution, s: tl.constexpr):
     """Convolve a token's inputs of each tuple. past: the last W - 1. convolution: taps, biases."""
     taps, biases = convolution
-    convolved = ()
-    for i in tl.static_range(len(past)):
-        total = sum_past(past[i], taps[i], biases[i], s)
-        convolved = convolved + (convolve(new[i], total, taps[i], s),)
-    return convolved
+    return [
+        convolve(new[i], sum_past(past[i], taps[i], biases[i], s), taps[i], s) for i in (0, 1, 2)
+    ]
 
 
 @jit
@@ -158,8 +156,6 @@ def _keep_first(pending, dt, row, group, place, tokens, s: tl.constexpr):
 def _update_heads_of_groups(
     zx, dt, memory, arrivals, y, tokens, s: tl.constexpr, PDL: tl.constexpr
 ):
-    N: tl.constexpr = s.state
-    INNER: tl.constexpr = s.inner
     state, pending, weights, positions, last = memory
     head, sequence = tl.program_id(0) // s.blocks, tl.program_id(1).to(tl.int64)
     group, row = head // s.sharing, memory_row(pending, sequence)
@@ -167,13 +163,13 @@ def _update_heads_of_groups(
     real = count_real(last, sequence, most_tokens)
     place = tl.load(positions + sequence * most_tokens)
     first = tl.load(pending.first + row * s.heads + head)
-    thread, rows, n = tl.arange(0, s.threads), tl.arange(0, s.rows), tl.arange(0, N)
+    thread, rows, n = tl.arange(0, s.threads), tl.arange(0, s.rows), tl.arange(0, s.state)
     is_own = thread < s.rows  # the others have copies
     numbers = head * s.head_dim + tl.program_id(0) % s.blocks * s.rows
-    state += (row * INNER + numbers + rows[:, None]) * N + n[None, :]
+    state += (row * s.inner + numbers + rows[:, None]) * s.state + n[None, :]
     old = tl.load(state)
-    xs, bs = numbers + thread % s.rows, INNER + group * N + n  # each thread has one x
-    channels, taps, biases, kept = (xs, bs, bs + s.groups * N), (), (), ()
+    xs, bs = numbers + thread % s.rows, s.inner + group * s.state + n  # each thread has one x
+    channels, taps, biases, kept = (xs, bs, bs + s.groups * s.state), (), (), ()
     window = pending.inputs + row * (s.width - 1 + s.most) * s.channels
     for i in tl.static_range(3):
         taps = taps + (load_taps(weights.conv, channels[i], s),)
@@ -200,9 +196,9 @@ def _update_heads_of_groups(
     await_previous(PDL, zx is not None)  # early: the next product's weights are loaded beside
     own, own_dt, of_head, convolution = zx, dt, (head, rate, bias), (taps, biases)
     if zx is not None:
-        own += sequence * tokens * s.row + INNER  # the gate comes first
+        own += sequence * tokens * s.row + s.inner  # the gate comes first
         own_dt += sequence * tokens * s.dt_row
-        y += sequence * tokens * INNER + xs
+        y += sequence * tokens * s.inner + xs
     if s.is_one:
         at = own, own_dt
         old, new, reading = _take_token(at, old, kept, channels, convolution, of_head, s)
@@ -218,9 +214,9 @@ def _update_heads_of_groups(
             old, new, reading = _take_token(at, old, later, channels, convolution, of_head, s)
             later = _move(later, new)
             result = _read(old, reading, skip, s).to(y.dtype.element_ty)
-            tl.store(y + token * INNER, result, mask=is_own)
+            tl.store(y + token * s.inner, result, mask=is_own)
         for token in range(real, tokens):
-            tl.store(y + token * INNER, tl.zeros(xs.shape, y.dtype.element_ty), mask=is_own)
+            tl.store(y + token * s.inner, tl.zeros(xs.shape, y.dtype.element_ty), mask=is_own)
     if real > 0:
         keep_inputs(window, kept[0], own, xs, tokens, is_own, s)
     if tl.max(tl.where(thread == 0, arrived, 0), 0) == s.sharing * s.blocks - 1:
@@ -271,8 +267,7 @@ def mamba_tokens(
 
 @mamba_tokens.register_fake
 def _(zx: Tensor, dt: Tensor, state: Tensor, *rest) -> Tensor:
-    B, T, _ = zx.shape
-    return zx.new_empty(B, T, state.shape[1] * state.shape[2])
+    return zx.new_empty(*dt.shape[:2], state.shape[1] * state.shape[2])
 
 
 def kernels_support(state: Tensor) -> bool:

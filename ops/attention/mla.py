@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.heads import int8_codes, int8_scale, load_rotated, load_rotation, prefetch
+from ops.attention.heads import int8_codes, int8_scale, load_head, load_rotation, prefetch
 from ops.attention.softmax import PROGRAMS, count_parts, weigh
 from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
@@ -77,6 +77,7 @@ class LatentSettings:
     kv_row: int = 0
     parts: int = 1
     tile: Tile = Tile()
+    clip, full_norm = 0.0, False  # for `load_head`
 
     # Whether the kernels compute heads of these sizes.
     supported = property(lambda s: s.unrotated % 8 == 0 and has_tiles(s.rotary_dim, s.rank))
@@ -123,7 +124,7 @@ def _append_token(x, token, s: tl.constexpr):
     c, n = tl.arange(0, s.rank)[None, :], tl.arange(0, R)[None, :]
     weight = tl.load(x.kv_norm + c).to(tl.float32)
     rotation = load_rotation(x.rope, token, n, R, R, 2 * R, 0)
-    key = load_rotated(kv + s.rank, rotation, R).to(DTYPE)
+    key = load_head(kv + s.rank, None, 1.0, rotation, s).to(DTYPE)
     latent = tl.load(kv + c).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 1, keep_dims=True) / s.rank + s.eps)
     latent = (latent * weight).to(DTYPE)
@@ -209,9 +210,7 @@ def _score(query, rotated, cache, scales, block, seen, s: tl.constexpr):
 @jit
 def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     M: tl.constexpr = s.tile_rows
-    H: tl.constexpr = s.heads
     R: tl.constexpr = s.rotary_dim
-    BLOCK: tl.constexpr = s.tile.block
     DTYPE: tl.constexpr = x.q.dtype.element_ty
     part, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     seen, end, parts = _find_parts(x.positions, sequence, s)
@@ -222,28 +221,28 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
         scales += sequence * s.length
     if s.maps and s.queries == 1 and PDL:
         BYTES: tl.constexpr = s.width * (x.cache.dtype.element_ty.primitive_bitwidth // 8)
-        count = tl.minimum(seen - 1 - part * BLOCK, BLOCK)
+        count = tl.minimum(seen - 1 - part * s.tile.block, s.tile.block)
         if count > 0:
-            prefetch(cache + part * BLOCK * s.width, count * BYTES)
+            prefetch(cache + part * s.tile.block * s.width, count * BYTES)
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, s.rank)[None, :]
-    head, token = row % H, sequence * s.queries + tl.minimum(row // H, s.queries - 1)
+    head, token = row % s.heads, sequence * s.queries + tl.minimum(row // s.heads, s.queries - 1)
     position = tl.load(x.positions + token).to(tl.int32)
     if s.maps:
         numbers = tl.arange(0, R)[None, :]
         rotation = load_rotation(x.rope, token[:, None], numbers, R, R, 2 * R, 0)
         q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
-        rotated = load_rotated(q, rotation, R).to(DTYPE)
+        rotated = load_head(q, None, 1.0, rotation, s).to(DTYPE)
     else:
         q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
         rotated = tl.load(q + tl.arange(0, R)[None, :])
     await_previous(PDL)
     WIDTH: tl.constexpr = s.rank if s.maps else s.width
-    query = tl.load(mapped + (token * H + head)[:, None] * WIDTH + c)
+    query = tl.load(mapped + (token * s.heads + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, s.rank], tl.float32)
     for block in tl.range(part, end, parts, num_stages=s.tile.stages):
         scores, latents, scale = _score(query, rotated, cache, scales, block, seen, s)
-        key = block * BLOCK + tl.arange(0, BLOCK)
+        key = block * s.tile.block + tl.arange(0, s.tile.block)
         is_seen = key[None, :] <= position[:, None]
         value_scale = None if scales is None else scale
         weights, rescale, row_max, row_sum = weigh(
@@ -262,28 +261,24 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
 @jit
 def _merge_values(x, partial, sums, y, s: tl.constexpr, PDL: tl.constexpr):
     AT_ONCE: tl.constexpr = 16
-    RANK: tl.constexpr = s.rank
-    Q: tl.constexpr = s.queries
     head, first = tl.program_id(1), tl.program_id(2).to(tl.int64) * s.each
     row = tl.program_id(0) * s.tile.values + tl.arange(0, s.tile.values)
-    c = tl.arange(0, RANK)[None, :]
-    value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * RANK + c
+    c = tl.arange(0, s.rank)[None, :]
+    value_rows = (head * s.wkv_rows + s.unrotated + row)[:, None] * s.rank + c
     weights = tl.load(x.wkv + value_rows, mask=(row < s.value_dim)[:, None], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # at once: ops/README.md
-        tl.extra.cuda.gdc_wait()
+    await_previous(PDL, EARLY=True)
     for i in range(s.each):
         token = tl.minimum(first + i, s.tokens - 1)  # the last: several times
-        _, _, parts = _find_parts(x.positions, token // Q, s)
-        own_part = (token // Q * s.parts * Q + token % Q) * s.heads + head
+        _, _, parts = _find_parts(x.positions, token // s.queries, s)
+        own_part = (token // s.queries * s.parts * s.queries + token % s.queries) * s.heads + head
         largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, RANK], tl.float32)
+        acc = tl.zeros([1, s.rank], tl.float32)
         for begin in range(0, parts, AT_ONCE):
             part = begin + tl.arange(0, AT_ONCE)
             at, is_part = own_part + part * s.rows, part < parts
             maxima = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
             totals = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
-            numbers = tl.load(partial + at[:, None] * RANK + c, mask=is_part[:, None], other=0.0)
+            numbers = tl.load(partial + at[:, None] * s.rank + c, mask=is_part[:, None], other=0.0)
             new_largest = tl.maximum(largest, tl.max(maxima, 0))
             share, rescale = tl.exp(maxima - new_largest), tl.exp(largest - new_largest)
             total = total * rescale + tl.sum(totals * share, 0)

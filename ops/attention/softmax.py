@@ -24,43 +24,23 @@ def dot(x, y, acc=None):
 
 
 @jit
-def online_softmax(scores, row_max, row_sum):
-    """Add one block of positions to a running softmax (Milakov & Gimelshein 2018, algorithm 3).
+def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
+    """Add scores [M, N] of one block to a running softmax, where `seen` ([1 or M, N]).
 
-    scores [M, N] of the block; row_max, row_sum [M]: the maximum score and the sum of
-    exp(score - row_max) so far. Return the block's weights [M, N], the factor [M] that
-    rescales all accumulated so far, and the new row_max and row_sum. All scores of a row
-    may be -inf.
+    Source: Milakov & Gimelshein 2018, algorithm 3. row_max, row_sum [M]: the maximum score and the
+    sum of exp(score - row_max) so far. All scores of a row may be -inf. Return the weights as
+    factors of the stored values (times value_scale [N], if not None), the factor [M, 1] that
+    rescales all accumulated so far, and the new row_max and row_sum.
     """
+    scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp(scores - base[:, None])
     rescale = tl.exp(row_max - base)
-    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
-
-
-@jit
-def weigh(scores, row_max, row_sum, value_scale, seen, DTYPE: tl.constexpr):
-    """Add scores [M, N] of one block to a running softmax, where `seen` ([1 or M, N]).
-
-    Return the weights as factors of the stored values (times value_scale [N], if not None), the
-    factor [M, 1] of what was accumulated, and the new row_max and row_sum.
-    """
-    scores = tl.where(seen, scores, float("-inf"))
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
     if value_scale is not None:
         weights *= value_scale[None, :]
-    return weights.to(DTYPE), rescale[:, None], row_max, row_sum
-
-
-@jit
-def finish_softmax(row_max, row_sum, acc, sink):
-    """Divide acc [M, N] by the sum of weights [M, 1], a sink's included: fp32, [M, 1], or one."""
-    if sink is not None:
-        largest = tl.maximum(row_max, sink)
-        acc *= tl.exp(row_max - largest)
-        row_sum = row_sum * tl.exp(row_max - largest) + tl.exp(sink - largest)
-    return acc / row_sum
+    return weights.to(DTYPE), rescale[:, None], new_max, row_sum
 
 
 def count_parts(

@@ -16,13 +16,12 @@ def receive_sum(memory, call, d, dtype: tl.constexpr, s: tl.constexpr):
     read all words again and again, L2 has less time for those that arrive.
     """
     m: tl.constexpr = s.messages
-    PROBES: tl.constexpr = s.probes
     rank = tl.arange(0, m.rows)[:, None]
     inbox = memory + rank * m.stride
     wanted = (rank < m.ranks) & (d < s.D)[None, :]
-    if PROBES:
-        probe = inbox + (tl.arange(0, PROBES) * (s.D // PROBES))[None, :]
-        probes = (rank < m.ranks) & (tl.arange(0, PROBES) >= 0)[None, :]
+    if s.probes:
+        probe = inbox + (tl.arange(0, s.probes) * (s.D // s.probes))[None, :]
+        probes = (rank < m.ranks) & (tl.arange(0, s.probes) >= 0)[None, :]
         while any_missing(tl.load(probe, mask=probes, other=0, volatile=True), call, probes):
             pass
     return receive(inbox + d[None, :], call, wanted, dtype)
@@ -100,11 +99,10 @@ def receive_again(memory, add, norm, inverse, factor, s: tl.constexpr, l: tl.con
 
     add: the residual as of `load_quads`. norm, inverse, factor: as of `load_branch_again`, or None.
     """
-    m: tl.constexpr = s.messages
     dtype: tl.constexpr = add[0].dtype
     messages = ()
-    for rank in tl.static_range(m.ranks):
-        messages = messages + (load_quads(memory + rank * m.stride, l, True),)
+    for rank in tl.static_range(s.messages.ranks):
+        messages = messages + (load_quads(memory + rank * s.messages.stride, l, True),)
     if norm is None:
         return [
             (add[k].to(tl.float32) + s.scale * _sum_field(messages, k, dtype, l)).to(dtype)

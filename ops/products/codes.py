@@ -34,7 +34,7 @@ A chunk is LANES neighboring quads of ROWS rows. s: settings (`ops.products.pipe
 from ops.halves import high_half, low_half
 from ops.launch import jit, tl
 from ops.products.operands import split_four
-from ops.products.units import byte_of_four, first_byte, half, scale_and_min, second_byte
+from ops.products.units import half, scale_and_min, signed_byte
 from ops.products.words import (
     dot_bytes,
     dot_five_bits,
@@ -49,12 +49,6 @@ from ops.products.words import (
 
 
 @jit
-def e8m0_to_float(exponents):
-    """Convert e8m0 scales to fp32; the smallest, 2 ** -127, becomes 0."""
-    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@jit
 def load_scales(weights, expert, rows, quad, s):
     """Load the scales and zeros of quads [ROWS * LANES], as `multiply_chunk` takes them.
 
@@ -62,7 +56,6 @@ def load_scales(weights, expert, rows, quad, s):
     (int8, fp8, nvfp4) is loaded here only if lanes have different experts. Otherwise it multiplies
     the sum: `row_scale`.
     """
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
     if s.kind == "int4" or s.e2m1 or s.half_quadratic:
         rows = expert * s.out + rows
@@ -74,11 +67,11 @@ def load_scales(weights, expert, rows, quad, s):
         if s.half_quadratic and weights.scale_step is None:
             found = found + (tl.load(weights.zero + groups),)
         elif s.half_quadratic:
-            step = tl.reshape(tl.load(weights.scale_step + rows), [ROWS, WARPS, 32])
-            low = tl.reshape(tl.load(weights.scale_low + rows), [ROWS, WARPS, 32])
+            step = tl.reshape(tl.load(weights.scale_step + rows), [s.rows, WARPS, 32])
+            low = tl.reshape(tl.load(weights.scale_low + rows), [s.rows, WARPS, 32])
             found = found + (step, low, tl.load(weights.zero + groups))
-            step = tl.reshape(tl.load(weights.zero_step + rows), [ROWS, WARPS, 32])
-            low = tl.reshape(tl.load(weights.zero_low + rows), [ROWS, WARPS, 32])
+            step = tl.reshape(tl.load(weights.zero_step + rows), [s.rows, WARPS, 32])
+            low = tl.reshape(tl.load(weights.zero_low + rows), [s.rows, WARPS, 32])
             found = found + (step, low)
         elif s.kind == "nvfp4" and s.gather:
             found = found + (tl.load(weights.scale_step + rows),)
@@ -86,10 +79,9 @@ def load_scales(weights, expert, rows, quad, s):
     elif s.gguf:
         return _load_gguf_scales(weights, expert * s.out + rows, quad, s)
     elif s.kind == "fp8b":
-        GROUP: tl.constexpr = s.group
-        BLOCKS: tl.constexpr = (s.out + GROUP - 1) // GROUP  # blocks of rows of an expert
-        block = expert * BLOCKS + rows // GROUP
-        at = block * (s.each * 16 // GROUP) + quad * 16 // GROUP
+        BLOCKS: tl.constexpr = (s.out + s.group - 1) // s.group  # blocks of rows of an expert
+        block = expert * BLOCKS + rows // s.group
+        at = block * (s.each * 16 // s.group) + quad * 16 // s.group
         return (tl.load(weights.scale + at),)
     elif s.kind != "bf16" and s.gather:
         return (tl.load(weights.scale + expert * s.out + rows),)
@@ -144,17 +136,6 @@ def _e4m3_word(word):
 
 
 @jit
-def _scale_halves(pairs, low, high, unit, sums):
-    """Multiply the sums of nvfp4's halves of a group by their two e4m3 scales, a pair."""
-    pairs = pairs.to(tl.int32)
-    # Bits of fp16 numbers, 2 ** -8 as large.
-    low_scale, high_scale = half(pairs << 7 & 0x3F80), half(pairs >> 1 & 0x3F80)
-    unit *= 0.5
-    total = (low.to(tl.float32) * unit - 6.0 * sums[0]) * low_scale
-    return (total + (high.to(tl.float32) * unit - 6.0 * sums[1]) * high_scale) * 256.0
-
-
-@jit
 def _multiply_four_bits(words, scales, operands, table, s):
     """`multiply_chunk` for 4 bits -> fp32 [ROWS, LANES // 32, 32]. words: 4 tensors of that shape.
 
@@ -171,17 +152,23 @@ def _multiply_four_bits(words, scales, operands, table, s):
             even, odd = dot_nibbles(words[i], x_even[i], x_odd[i], even, odd)
     factor = tl.reshape(scales[0], words[0].shape)
     sum_x = sums[0]
-    if s.kind == "nvfp4":
-        total = _scale_halves(factor, even, odd, unit, sums)
+    if s.kind == "nvfp4":  # even, odd: sums of the halves of a group, which have a scale each
+        pairs = factor.to(tl.int32)
+        # Bits of fp16 numbers, 2 ** -8 as large.
+        low_scale, high_scale = half(pairs << 7 & 0x3F80), half(pairs >> 1 & 0x3F80)
+        unit *= 0.5
+        total = (even.to(tl.float32) * unit - 6.0 * sums[0]) * low_scale
+        total = (total + (odd.to(tl.float32) * unit - 6.0 * sums[1]) * high_scale) * 256.0
+        if s.gather:
+            total *= tl.reshape(scales[1], words[0].shape)
     elif s.kind == "mxfp4":
         total = (even + odd).to(tl.float32) * (unit * 0.5)
-        factor = e8m0_to_float(factor)
+        # e8m0; the smallest scale, 2 ** -127, becomes 0.
+        factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         total = (even * 16 + odd).to(tl.float32) * (unit * 0.0625)
         factor = factor.to(tl.float32)
     if s.kind == "nvfp4":
-        if s.gather:
-            total *= tl.reshape(scales[1], words[0].shape)
         return total
     elif s.kind == "int4":
         return (total - 8.0 * sum_x) * factor
@@ -213,8 +200,8 @@ def _multiply_two_bits(words, scales, operands, s):
         else:
             low, high = dot_two_bits(words[i], x, low, high)
         if s.word_scaled:
-            offset = byte_of_four(zero, i) * scales[4] + scales[5]
-            factor = byte_of_four(scale, i) * scales[1] + scales[2]
+            offset = (zero >> 8 * i & 0xFF).to(tl.float32) * scales[4] + scales[5]
+            factor = (scale >> 8 * i & 0xFF).to(tl.float32) * scales[1] + scales[2]
             total += ((low * 16 + high).to(tl.float32) * unit - offset * sums[i]) * factor
             low, high = tl.zeros(words[0].shape, tl.int32), tl.zeros(words[0].shape, tl.int32)
     if not s.word_scaled:
@@ -255,8 +242,8 @@ def _multiply_gguf(words, scales, operands, table, s):
     else:
         step = tl.reshape(scales[1 if len(scales) > 1 else 0], words[0].shape)
         if s.kind == "q6_k":
-            total = low.to(tl.float32) * first_byte(scale)
-            total += high.to(tl.float32) * second_byte(scale)
+            total = low.to(tl.float32) * signed_byte(scale, 0)
+            total += high.to(tl.float32) * signed_byte(scale, 1)
             total *= unit * 0.25 * step.to(tl.float32)
         else:
             factor, least = scale_and_min(scale, step)
@@ -274,9 +261,8 @@ def multiply_chunk(codes, scales, operands, table, s):
     codes [ROWS * LANES * 4]; scales: as of `load_scales`; operands: as of `prepare_x`; table: of
     `code_table`.
     """
-    ROWS: tl.constexpr = s.rows
     WARPS: tl.constexpr = s.lanes // 32
-    words = split_four(codes, ROWS, WARPS)
+    words = split_four(codes, s.rows, WARPS)
     if s.kind == "bf16":
         total = low_half(words[0]) * operands[0][0]
         total += high_half(words[0]) * operands[0][1]
@@ -284,46 +270,46 @@ def multiply_chunk(codes, scales, operands, table, s):
             total += low_half(words[i]) * operands[i][0]
             total += high_half(words[i]) * operands[i][1]
     elif s.kind == "int8":
-        sums = tl.zeros([ROWS, WARPS, 32], tl.int32)
+        sums = tl.zeros([s.rows, WARPS, 32], tl.int32)
         for i in tl.static_range(4):
             sums = dot_bytes(words[i], operands[0][0][i], sums, True)
         total = sums.to(tl.float32) * operands[1]
         if s.gather:
-            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32)
+            total *= tl.reshape(scales[0], [s.rows, WARPS, 32]).to(tl.float32)
     elif s.kind == "fp8" or s.kind == "fp8b":
-        total = tl.zeros([ROWS, WARPS, 32], tl.float32)
+        total = tl.zeros([s.rows, WARPS, 32], tl.float32)
         for i in tl.static_range(4):
             values = _e4m3_word(words[i])
             for k in tl.static_range(4):
                 total += values[k] * operands[k][i]
         if s.kind == "fp8b" or s.gather:
-            total *= tl.reshape(scales[0], [ROWS, WARPS, 32]).to(tl.float32) * 256.0
+            total *= tl.reshape(scales[0], [s.rows, WARPS, 32]).to(tl.float32) * 256.0
     elif s.gguf:
         total = _multiply_gguf(words, scales, operands, table, s)
     elif s.two_bits:
         total = _multiply_two_bits(words, scales, operands, s)
     else:
         total = _multiply_four_bits(words, scales, operands, table, s)
-    return tl.reshape(total, [ROWS, s.lanes])
+    return tl.reshape(total, [s.rows, s.lanes])
 
 
 @jit
-def activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def activate(gate, up, a: tl.constexpr):
     """Apply `model.swiglu` ("silu"), `gpt_oss.clamped_swiglu` ("clamped"), or `geglu.geglu`.
 
-    An activation without a gate ("relu_squared") does not use up.
+    a: an `Activation`. One without a gate ("relu_squared") does not use up.
     """
-    if ACTIVATION == "relu_squared":
+    if a.kind == "relu_squared":
         up = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return up * up
-    elif ACTIVATION == "clamped":
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+    elif a.kind == "clamped":
+        gate = tl.minimum(gate, a.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -a.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, a.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        return gate / (1.0 + tl.exp(-a.alpha * gate)) * up
+    elif a.kind == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
         doubled = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
     else:
-        tl.static_assert(ACTIVATION == "silu", "an unknown activation")
+        tl.static_assert(a.kind == "silu", "an unknown activation")
         return gate / (1.0 + tl.exp(-gate)) * up

@@ -89,46 +89,39 @@ class CombineSettings:
     columns: int = COLUMNS
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 # Grid [P / SORTED]: a program places SORTED pairs, and finds the experts of as many tiles. For this
 # each one counts all pairs.
 #
 # Pairs of an expert are in the order of their tokens. Padding has no pairs.
 @jit
 def _sort_pairs(indices, last, order, s: tl.constexpr, PDL: tl.constexpr):
-    E: tl.constexpr = s.E
-    P: tl.constexpr = s.P
-    QUERIES: tl.constexpr = s.queries
-    TILE: tl.constexpr = s.tile
     await_previous(PDL)
     pair, mine = tl.arange(0, s.block), tl.program_id(0) * s.sorted + tl.arange(0, s.sorted)
-    real, mine_is_real = pair < P, mine < P
+    real, mine_is_real = pair < s.P, mine < s.P
     if last is not None:
-        token, own = tl.minimum(pair, P - 1) // s.A, tl.minimum(mine, P - 1) // s.A
-        real = real & (token % QUERIES <= tl.load(last + token // QUERIES))
-        mine_is_real = mine_is_real & (own % QUERIES <= tl.load(last + own // QUERIES))
-    expert = tl.load(indices + pair, mask=real, other=E).to(tl.int32)
-    chosen = tl.load(indices + mine, mask=mine_is_real, other=E).to(tl.int32)
+        token, own = tl.minimum(pair, s.P - 1) // s.A, tl.minimum(mine, s.P - 1) // s.A
+        real = real & (token % s.queries <= tl.load(last + token // s.queries))
+        mine_is_real = mine_is_real & (own % s.queries <= tl.load(last + own // s.queries))
+    expert = tl.load(indices + pair, mask=real, other=s.E).to(tl.int32)
+    chosen = tl.load(indices + mine, mask=mine_is_real, other=s.E).to(tl.int32)
     bins = tl.arange(0, s.bins)
-    count = tl.where(bins < E, tl.histogram(expert, s.bins), 0)
-    tiles = (count + TILE - 1) // TILE
+    count = tl.where(bins < s.E, tl.histogram(expert, s.bins), 0)
+    tiles = (count + s.tile - 1) // s.tile
     ends = tl.cumsum(tiles, 0)
 
     same = bins[None, :] == chosen[:, None]
     first = tl.sum(tl.where(same, (ends - tiles)[None, :], 0), 1)
     before = (expert[None, :] == chosen[:, None]) & (pair[None, :] < mine[:, None])
     rank = tl.sum(before.to(tl.int32), 1)
-    tl.store(order.pairs + first * TILE + rank, mine, mask=chosen < E)
+    tl.store(order.pairs + first * s.tile + rank, mine, mask=chosen < s.E)
 
     # The program's tiles have the same numbers as its pairs. Those past the end have no bin.
     owner = tl.sum((ends[None, :] <= mine[:, None]).to(tl.int32), 1)
     is_owner = bins[None, :] == owner[:, None]
-    left = tl.sum(tl.where(is_owner, (count - (mine[:, None] - (ends - tiles)) * TILE), 0), 1)
+    left = tl.sum(tl.where(is_owner, (count - (mine[:, None] - (ends - tiles)) * s.tile), 0), 1)
     is_tile = mine < s.tiles
     tl.store(order.experts + mine, owner, mask=is_tile)
-    tl.store(order.counts + mine, tl.minimum(left, TILE), mask=is_tile)
+    tl.store(order.counts + mine, tl.minimum(left, s.tile), mask=is_tile)
 
 
 @jit
@@ -158,8 +151,7 @@ def _finish_rows(total, scales, bias, rows, inside, s: tl.constexpr, DTYPE: tl.c
 @jit
 def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TILE: tl.constexpr = 8 * s.tiles
-    OUT: tl.constexpr = s.out
-    N: tl.constexpr = OUT // 2 if s.gated else OUT  # numbers of a result
+    N: tl.constexpr = s.out // 2 if s.gated else s.out  # numbers of a result
     row, tile = tl.program_id(0) * s.rows, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -172,9 +164,9 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         expert -= s.begin
     # Of this expert. In place: Triton 3.6 does not return tuples with None.
     expert = expert.to(tl.int64)
-    first_row, first_scale = expert * OUT, expert * s.scales
+    first_row, first_scale = expert * s.out, expert * s.scales
     weights = WeightTensors(
-        weights.codes + expert * (OUT * 2 * s.words),
+        weights.codes + expert * (s.out * 2 * s.words),
         None if weights.scale is None else weights.scale + first_scale,
         None if weights.scale_step is None else weights.scale_step + first_row,
         None if weights.scale_low is None else weights.scale_low + first_row,
@@ -209,14 +201,14 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if bias is not None:
-        bias += expert * OUT
+        bias += expert * s.out
     result = _finish_rows(totals[0], scales, bias, rows, inside, s, DTYPE)
     up = result
     if s.gated:
         up_bias = None if bias is None else bias + N
         up = _finish_rows(totals[1], up_scales, up_bias, rows, inside, s, DTYPE)
     if not s.down:
-        result = activate(result, up, s.activation.kind, s.activation.limit, s.activation.alpha)
+        result = activate(result, up, s.activation)
     else:
         result *= factor
     tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
@@ -226,25 +218,20 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
 # its residual, which is older than the previous kernel.
 @jit
 def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
-    D: tl.constexpr = s.D
-    COLUMNS: tl.constexpr = s.columns
-    token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < D
-    add = tl.zeros([COLUMNS], tl.float32)
+    token, column = tl.program_id(0), tl.program_id(1) * s.columns + tl.arange(0, s.columns)
+    inside = column < s.D
+    add = tl.zeros([s.columns], tl.float32)
     if residual is not None:
-        add = tl.load(residual + token * D + column, mask=inside, other=0.0).to(tl.float32)
-    end = D
+        add = tl.load(residual + token * s.D + column, mask=inside, other=0.0).to(tl.float32)
+    end = s.D
     if last is not None:
-        end = tl.where(token % s.queries <= tl.load(last + token // s.queries), D, 0)
+        end = tl.where(token % s.queries <= tl.load(last + token // s.queries), s.D, 0)
     await_previous(PDL)
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([s.columns], tl.float32)
     for a in tl.static_range(s.A):
-        total += tl.load(parts + (token * s.A + a) * D + column, mask=column < end, other=0.0)
+        total += tl.load(parts + (token * s.A + a) * s.D + column, mask=column < end, other=0.0)
     result = total * s.scale + add
-    tl.store(y + token * D + column, result.to(y.dtype.element_ty), mask=inside)
-
-
-# Launching ----------------------------------------------------------------------------------------
+    tl.store(y + token * s.D + column, result.to(y.dtype.element_ty), mask=inside)
 
 
 def choose_tile(E: int, pairs: int) -> int:
@@ -277,12 +264,8 @@ def sort_pairs(indices: Tensor, E: int, last: Tensor | None = None) -> PairTiles
     if T > MAX_TOKENS:
         raise ValueError(f"no kernel for {T} tokens")
     s = SortSettings(E, A, T, queries_of(T, last))
-    order = PairTiles(
-        *(
-            torch.empty(shape, dtype=torch.int32, device=indices.device)
-            for shape in ((s.tiles, s.tile), s.tiles, s.tiles)
-        )
-    )
+    shapes = (s.tiles, s.tile), s.tiles, s.tiles
+    order = PairTiles(*(indices.new_empty(shape, dtype=torch.int32) for shape in shapes))
     grid = (triton.cdiv(s.P, SORTED),)
     launch(_sort_pairs, grid, indices, last, order, settings=s, warps=2)
     return order

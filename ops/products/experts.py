@@ -55,8 +55,6 @@ from ops.products.tilings import RESIDENT, Tiles
 from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
 
-# Kernels ------------------------------------------------------------------------------------------
-
 
 @jit
 def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
@@ -77,13 +75,12 @@ def _read_or_find_expert(indices, scores, pair, program, s: tl.constexpr):
     indices: -1 until then. They are in L2 (volatile). For programs of one warp: several would take
     different branches, if one of them sees -1 and the next one does not, and wait for each other.
     """
-    ROUTING: tl.constexpr = s.routing
     same = tl.arange(0, 32) * 0
     is_late = same + program >= s.first_late
     found = tl.load(indices + (pair + same), mask=is_late, other=-1, volatile=True)
     expert = tl.max(found.to(tl.int32), 0).to(tl.int64)
     if expert < 0:
-        expert = _find_expert(scores, pair, ROUTING, s.warps)
+        expert = _find_expert(scores, pair, s.routing, s.warps)
     return expert
 
 
@@ -133,42 +130,36 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     GATED: tl.constexpr = SHARED and choice.scores is not None
     CHOOSE: tl.constexpr = not SHARED and choice.scores is not None
     I: tl.constexpr = s.out // s.loads  # rows of the result
-    ROWS: tl.constexpr = s.rows
-    ROUTING: tl.constexpr = s.routing
-    ACTIVATION: tl.constexpr = s.activation
-    OPERANDS: tl.constexpr = s.quantized[0]
-    UNITS: tl.constexpr = s.quantized[1]
     PAIRS: tl.constexpr = s.pairs_of_row
     BY_ROWS: tl.constexpr = 1 if (CHOOSE or SHARED) and PAIRS else 0  # the grid's axis of rows
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS) - CHOOSE
     if s.first:
-        pair = (pair + s.first) % ROUTING.pairs
+        pair = (pair + s.first) % s.routing.pairs
     # The last tiles begin early enough to be whole: some rows are computed twice.
-    row = tl.minimum(program * ROWS, I - ROWS)
+    row = tl.minimum(program * s.rows, I - s.rows)
     is_real = True
     if PAIRS:
         token = pair // PAIRS
         if choice.last is not None:
             is_real = token % s.queries <= tl.load(choice.last + token // s.queries)
     if PDL and not SHARED:  # noqa: SIM102  (known at compile time)
-        if not s.first or (pair < ROUTING.active) | (program < 0):
+        if not s.first or (pair < s.routing.active) | (program < 0):
             tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
-        if x.units is not None:
-            x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
-        else:
-            x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
+        numbers = x.numbers + token * (s.numbers if x.units is None else s.quantized[0])
+        units = None if x.units is None else x.units + token * s.quantized[1]
+        x = Operand(numbers, units, x.norm)
         if CHOOSE:
-            scores, of_token = scores + token * ROUTING.row, pair % PAIRS
+            scores, of_token = scores + token * s.routing.row, pair % PAIRS
             indices, factors = indices + token * PAIRS, factors + token * PAIRS
         if GATED:
-            scores += token * ROUTING.row
+            scores += token * s.routing.row
     if CHOOSE:  # noqa: SIM102  (known at compile time)
         if program < 0:
             if of_token == s.first:
-                choose(scores, None, indices, factors, ROUTING)
+                choose(scores, None, indices, factors, s.routing)
             return
     if choice.last is not None:  # noqa: SIM102
         if not is_real:
@@ -176,7 +167,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if CHOOSE and s.first_late:
         expert = _read_or_find_expert(indices, scores, of_token, program, s)
     elif CHOOSE:
-        expert = _find_expert(scores, of_token, ROUTING, s.warps)
+        expert = _find_expert(scores, of_token, s.routing, s.warps)
     elif SHARED:
         expert = pair.to(tl.int64) * 0
     else:
@@ -190,7 +181,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         xs = xs + (load_parts(x, d, s),)
         besides = besides + ((),)
     if GATED:
-        share = load_gate(scores, None, ROUTING)
+        share = load_gate(scores, None, s.routing)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = code_table(unknown_zero, s)
@@ -201,41 +192,27 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     for n in range(s.tiles):
         flat = expert * s.out + row + rows
         if s.of_rows:
-            factor = row_scale(weights, flat, s)
-            if s.loads == 2:
-                up_factor = row_scale(weights, I + flat, s)
+            scales = [row_scale(weights, I * i + flat, s) for i in s.of_loads]
         if bias is not None:
-            add = tl.load(bias + flat).to(tl.float32)
-            if s.loads == 2:
-                up_add = tl.load(bias + I + flat).to(tl.float32)
-        next_row = tl.minimum((program + (n + 1) * multiplying) * ROWS, I - ROWS)
+            adds = [tl.load(bias + I * i + flat).to(tl.float32) for i in s.of_loads]
+        next_row = tl.minimum((program + (n + 1) * multiplying) * s.rows, I - s.rows)
         more, both = n + 1 < s.tiles, (row, next_row)
-        gates, up, _, tiles = multiply_tile(
+        gates, ups, _, tiles = multiply_tile(
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
         )
-        gate = sum_lanes(gates[0], s)
-        if s.loads == 2:
-            up = sum_lanes(up, s)
+        totals = gates[0], ups
+        totals = [sum_lanes(totals[i], s) for i in s.of_loads]
         if s.of_rows:
-            gate *= factor
-            if s.loads == 2:
-                up *= up_factor
+            totals = [totals[i] * scales[i] for i in s.of_loads]
         if bias is not None:
-            gate += add
-            if s.loads == 2:
-                up += up_add
-        out = h + pair * I + row + rows
-        if s.loads == 2:
-            gate = activate(gate, up, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
-        elif ACTIVATION is not None:
-            gate = activate(gate, gate, ACTIVATION.kind, ACTIVATION.limit, ACTIVATION.alpha)
+            totals = [totals[i] + adds[i] for i in s.of_loads]
+        gate, out = totals[0], h + pair * I + row + rows
+        if s.activation is not None:
+            gate = activate(gate, totals[s.loads - 1], s.activation)
         if GATED:
             gate *= share
         tl.store(out, gate.to(h.dtype.element_ty), mask=stores)
         row = next_row
-
-
-# Launching ----------------------------------------------------------------------------------------
 
 
 def pair_ratio(E: int, T: int, kind: str) -> float:
@@ -279,27 +256,17 @@ def gate_up(
     (`norm_router`); default: new. last int64 [B]: of several tokens [B, Q] those after the last
     real one of their row are padding, whose h is not stored.
     """
-    T = len(scores)
+    T, E = len(scores), len(weight.parts[0]) - routing.shared
     if indices is None:
         indices = torch.full((T, routing.pairs), -1, dtype=torch.int64, device=scores.device)
     weights = torch.empty(T, routing.pairs, dtype=torch.float32, device=scores.device)
     choice = Chosen(indices, scores, weights, last if T > 1 else None)
-    fields: dict = {"routing": choice_of(weight.parts[0].shape[0] - routing.shared, routing)}
-    if T > 1:
-        fields |= dict(pairs_of_row=routing.pairs, queries=queries_of(T, last))
     how = activation, dtype, tiles
-    h = _launch_each(x, weight, choice, bias, how, T * routing.pairs, **fields)
-    return h, indices, weights
+    return _launch_each(x, weight, choice, bias, how, choice_of(E, routing)), indices, weights
 
 
 def gate_up_shared(
-    x: Tensor,
-    weight: Weight,
-    scores: Tensor,
-    routing: Routing,
-    activation: Activation = SWIGLU,
-    tiles: Tiles | None = None,
-    dtype: torch.dtype | None = None,
+    x: Tensor, weight: Weight, scores: Tensor, routing: Routing, activation: Activation = SWIGLU
 ) -> Tensor:
     """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], activated.
 
@@ -307,12 +274,9 @@ def gate_up_shared(
     score, so that the down product is a `dense_product`. The others: as of `gate_up`. With PDL, the
     weight is loaded before the wait.
     """
-    T = len(x)
-    check_rows("x", x, T, weight.width)
     choice = Chosen(None, scores if routing.gated else None)
-    fields = {"routing": choice_of(scores.shape[-1] - routing.gated, routing)}
-    how = activation, dtype, tiles
-    return _launch_each(x, weight, choice, None, how, T, pairs_of_row=int(T > 1), **fields)
+    routing = choice_of(scores.shape[-1] - routing.gated, routing)
+    return _launch_each(x, weight, choice, None, (activation, None, None), routing)
 
 
 def multiply_each(
@@ -330,12 +294,7 @@ def multiply_each(
     of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`; one without a
     gate -> [N, out]. The others: as of `gate_up`.
     """
-    rows, pairs = len(x.operands if isinstance(x, QuantizedX) else x), indices.numel()
-    if isinstance(x, Tensor):
-        check_rows("x", x, rows, weight.width)
-    pairs_of_row = pairs // rows if rows > 1 else 0
-    how = activation, dtype, tiles
-    return _launch_each(x, weight, Chosen(indices), bias, how, pairs, pairs_of_row=pairs_of_row)
+    return _launch_each(x, weight, Chosen(indices), bias, (activation, dtype, tiles))
 
 
 def _launch_each(
@@ -344,15 +303,24 @@ def _launch_each(
     choice: Chosen,
     bias: Tensor | None,
     how: tuple[Activation | None, torch.dtype | None, Tiles | None],
-    pairs: int,
-    **fields,
+    routing: ChoiceSettings | None = None,
 ) -> Tensor:
-    """Launch `_multiply_each`. how: activation, dtype, tiles. fields: of `EachSettings`."""
+    """Launch `_multiply_each`. how: activation, dtype, tiles."""
     activation, dtype, tiles = how
+    rows = len(x.operands if isinstance(x, QuantizedX) else x)
+    pairs = rows if choice.indices is None else choice.indices.numel()
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
-    if isinstance(x, Tensor) and weight.word_scaled:
-        x = quantize_tokens(operand_of(x, weight), weight)
-    fields |= dict(loads=2 if activation and activation.gated else 1, activation=activation)
+    if isinstance(x, Tensor):
+        check_rows("x", x, rows, weight.width)
+        if weight.word_scaled:
+            x = quantize_tokens(operand_of(x, weight), weight)
+    fields = dict(
+        loads=2 if activation and activation.gated else 1,
+        pairs_of_row=pairs // rows if rows > 1 else 0,
+        queries=0 if choice.last is None else queries_of(rows, choice.last),
+        activation=activation,
+        routing=routing,
+    )
     settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
     shape = pairs, weight.out // settings.loads
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
@@ -390,11 +358,8 @@ def down(
     the result of padding is its residual. out [T, D]: where to store the result. shared: the last S
     of each token's experts, which are the weight's last.
 
-    With PDL, the residual is loaded before the wait: the previous kernel must not write it. So are
-    one token's shared experts, if all of a row is in flight at once. Codes that are multiplied as
-    integers are loaded before the wait, too. Their kernel polls the indices, which are -1 until
-    `gate_up` has stored them. If x is a `QuantizedX`, the previous kernel made it, and must not
-    write the indices, their weights, or the residual.
+    ops/README.md lists the tensors that are loaded before the wait: the previous kernel must not
+    write these. If x is a `QuantizedX`, the previous kernel made it.
     """
     T, experts = indices.shape
     if send is not None and T > 1:

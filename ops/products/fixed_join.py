@@ -1,10 +1,11 @@
 """Sublayer's results + residual + norm + router scores, for compiled blocks on several GPUs.
 
 `join_tokens` computes them; ops/products/join.py explains why its shapes are fixed. A GPU without
-kernels runs ops/plain/norms.py, the reference.
+kernels runs `join_plainly`, the reference.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.launch import can_launch, launch
-from ops.plain import norms
 from ops.products.join import Added, Join, Results, Router, divide_token, join_tokens
 
 
@@ -45,7 +45,7 @@ def fixed_join(
     if x.shape != results.shape[int(added.norm is not None) :]:
         raise ValueError(f"results {list(results.shape)} are not like x {list(x.shape)}")
     if not can_launch(x):
-        return norms.join(x, added, norm, router, scale)
+        return join_plainly(x, added, norm, router, scale)
     tokens, branches = x.numel() // D, results.numel() // x.numel()
     total, normed, scores = torch.empty_like(x), torch.empty_like(x), empty_scores(x, router)
     s, programs, found = Join(D, norm.eps, scale=scale, branches=branches), tokens, Router()
@@ -59,4 +59,27 @@ def fixed_join(
     launch(join_tokens, (programs,), *tensors, settings=s, warps=8)
     if router is not None and tokens > 1:
         scores = F.linear(normed.view(-1, D), router)
+    return total, normed, scores
+
+
+def join_plainly(
+    x: Tensor, added: Added, norm: NextNorm, router: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fixed_join` in PyTorch."""
+    rms_norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=norm.eps)
+    if added.norm is None:
+        total = torch.add(x, added.y, alpha=scale)
+    else:
+        parts = added.y.unbind()
+        if added.branch_norms is not None:
+            pairs = zip(parts, added.branch_norms, strict=True)
+            parts = [rms_norm(part, weight=weight) for part, weight in pairs]
+        total = x + rms_norm(sum(parts), weight=added.norm)
+        total = total if added.scalar is None else total * added.scalar
+    given = total if norm.weight is None else total.to(norm.weight.dtype)  # it may be fp32
+    if norm.bias is None:
+        normed = rms_norm(given, weight=norm.weight).to(x.dtype)
+    else:
+        normed = F.layer_norm(given, x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
+    scores = x.new_empty(0) if router is None else F.linear(normed.flatten(0, -2), router)
     return total, normed, scores

@@ -30,11 +30,10 @@ from ops.products.pipeline import replace
 from ops.products.units import (
     decode,
     e2m1_factor,
-    first_byte,
     hqq_offset,
     pair_factors,
     scale_and_min,
-    second_byte,
+    signed_byte,
 )
 from ops.products.weights import GGUF, Codes
 
@@ -62,6 +61,7 @@ class FewSettings(Codes):
         """Words whose fields are neighbors in x; if words have scales, x is so ordered."""
         return 4 if self.word_scaled else super().run
 
+    products = property(lambda s: (0, 1) if s.gated else (0,))  # of gate and of up, or one
     unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
     width = property(lambda s: s.words * s.fields)  # numbers of a row
     steps = property(lambda s: triton.cdiv(s.words, 4 * s.vec * s.warps))
@@ -100,9 +100,6 @@ class FewSettings(Codes):
         return self.out * 2 * self.words // max(self.sharing, 1)
 
 
-# Weights ------------------------------------------------------------------------------------------
-
-
 @jit
 def _rows_and_words(lane, row, step, s: tl.constexpr):
     """Return the row, and the first word, of each lane's weights in a step.
@@ -122,7 +119,6 @@ def _load_step(weights, row, step, s: tl.constexpr):
     """
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
-    GROUP: tl.constexpr = s.group
     at = tl.arange(0, LANES * UNITS)
     rows, word = _rows_and_words(at // UNITS, row, step, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
@@ -140,13 +136,13 @@ def _load_step(weights, row, step, s: tl.constexpr):
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
-        scale = weights.scale + rows // GROUP * (s.width // GROUP) + word * 4 // GROUP
+        scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.step_scaled or s.e2m1 or s.two_bits:
         if s.word_scaled:
             group = rows * (s.words // 4) + word // 4
         else:
-            group = rows * (s.width // GROUP) + word * s.fields // GROUP
+            group = rows * (s.width // s.group) + word * s.fields // s.group
         if s.kind == "mxfp4":
             # Pairs of exponents: with loads of 8 bits before it, a product would take other
             # fragments (kWidth 4).
@@ -184,11 +180,8 @@ def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
 @jit
 def load_rows(weights, row, step, s: tl.constexpr):
     """Load a step of the rows from `row` on; if gated, of gate and of up."""
-    if s.gated:  # rows of gate past the end are rows of up: they are not stored
-        gate = _load_step(weights, row, step, s)
-        return gate, _load_step(weights, row + s.out // 2, step, s)
-    else:
-        return (_load_step(weights, row, step, s),)
+    # Rows of gate past the end are rows of up: they are not stored.
+    return [_load_step(weights, row + s.out // 2 * n, step, s) for n in s.products]
 
 
 @jit
@@ -205,14 +198,13 @@ def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
 def _weight_fragments(numbers, s: tl.constexpr):
     """Order a field's numbers as a tensor core takes them -> [warps, rows, 8 vec]."""
     R: tl.constexpr = s.rows // 8
-    WARPS: tl.constexpr = s.warps
     if s.vec == 1:  # two fields of each unit, the last dimension
-        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, 2, 2])
-        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [WARPS, s.rows, 16])
+        numbers = tl.reshape(numbers, [R, s.warps, 8, 4, 2, 2])
+        return tl.reshape(tl.permute(numbers, (1, 0, 2, 5, 3, 4)), [s.warps, s.rows, 16])
     else:
-        numbers = tl.reshape(numbers, [R, WARPS, 8, 4, s.vec // 2, 2, 2])
+        numbers = tl.reshape(numbers, [R, s.warps, 8, 4, s.vec // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 0, 2, 4, 5, 3, 6))
-        return tl.reshape(numbers, [WARPS, s.rows, 8 * s.vec])
+        return tl.reshape(numbers, [s.warps, s.rows, 8 * s.vec])
 
 
 @jit
@@ -256,23 +248,13 @@ def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _unit_factors(scale, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat one scale of mxfp4, or a pair of nvfp4, a lane for each of its units.
-
-    Return factors of `decode`.
-    """
+def _pair_factors(pairs, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Repeat a pair of nvfp4's scales a lane for each of its units -> factors of `decode`."""
     R: tl.constexpr = s.rows // 8
-    WARPS: tl.constexpr = s.warps
-    if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        factor = tl.reshape(tl.join(even, odd), [R, WARPS, 8, 4, 1, 2])
-        factor = tl.broadcast_to(factor, [R, WARPS, 8, 4, 4, 2])
-        return tl.reshape(factor, [R * WARPS * 256])
-    else:
-        return _of_units(e2m1_factor(scale, DTYPE), s)
-
-
-# Products -----------------------------------------------------------------------------------------
+    even, odd = pair_factors(pairs, DTYPE)
+    factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
+    factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
+    return tl.reshape(factor, [R * s.warps * 256])
 
 
 @jit
@@ -299,8 +281,10 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 @jit
 def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
-    if s.e2m1:
-        return _unit_factors(tile[1], s, DTYPE)
+    if s.kind == "nvfp4":
+        return _pair_factors(tile[1], s, DTYPE)
+    elif s.e2m1:
+        return _of_units(e2m1_factor(tile[1], DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.sharing > 0:
@@ -317,8 +301,7 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
     """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
     if s.kind == "q6_k":
-        scale = first_byte(tile[1]) if K == 0 else second_byte(tile[1])
-        return total * _row_factors(scale * tile[2].to(tl.float32), s)
+        return total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
     elif s.kind == "q4_k" or s.kind == "q5_k":
         factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
@@ -335,15 +318,6 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
         return total * _row_factors(factor, s)
-
-
-@jit
-def _scale_steps(tiles, totals, sums, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Add a step's sums, scaled, to the sums of each tile."""
-    added = ()
-    for n in tl.static_range(len(tiles)):
-        added = added + (totals[n] + _scale_step(tiles[n], sums[n], x_sums, K, s),)
-    return added
 
 
 @jit
@@ -377,18 +351,17 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
             tokens = token_fragments(part, s)
             if s.has_zeros:
                 x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
-            added = ()
-            for n in tl.static_range(len(tiles)):
-                weights = _decode_fragments(tiles[n][0], factors[n], k, s, DTYPE)
-                added = added + (_dot(weights, tokens, sums[n]),)
-            sums = added
+            sums = [
+                _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
+                for n in s.products
+            ]
         if s.halves:
-            totals = _scale_steps(tiles, totals, sums, x_sums, k, s)
+            totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
             sums = [_zeros(s) for _ in tiles]
     if s.halves:
         sums = totals
     elif s.step_scaled:
-        sums = _scale_steps(tiles, totals, sums, x_sums, 0, s)
+        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
     return sums, squares
 
 
@@ -399,27 +372,23 @@ def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
     With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
     `s.x_depth` of x, and of the norm's weight if there is one.
     """
-    STEPS: tl.constexpr = s.steps
-    DEPTH: tl.constexpr = s.depth
-    X_DEPTH: tl.constexpr = s.x_depth
-    TURNS: tl.constexpr = s.turns
-    EACH: tl.constexpr = STEPS // TURNS
+    EACH: tl.constexpr = s.steps // s.turns
     SIZE: tl.constexpr = 64 * s.warps * s.vec
     tiles, xs, norms = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
-    for turn in range(0, TURNS):
+    for turn in range(0, s.turns):
         for n in tl.static_range(EACH):
-            own = norms[n % X_DEPTH] if norm is not None else None
-            tile, part = tiles[n % DEPTH], xs[n % X_DEPTH]
+            own = norms[n % s.x_depth] if norm is not None else None
+            tile, part = tiles[n % s.depth], xs[n % s.x_depth]
             totals, squares = _add_products(tile, totals, squares, part, own, s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
-            if TURNS > 1 or n + DEPTH < STEPS:
-                at = tl.minimum(turn * EACH + n + DEPTH, STEPS - 1)
-                tiles = replace(tiles, n % DEPTH, load_rows(weights, row, at, s))
-            if TURNS > 1 or n + X_DEPTH < STEPS:
-                at = tl.minimum(turn * EACH + n + X_DEPTH, STEPS - 1)
-                xs = replace(xs, n % X_DEPTH, load_fields(x, begins, at, s, False))
+            if s.turns > 1 or n + s.depth < s.steps:
+                at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
+                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, s))
+            if s.turns > 1 or n + s.x_depth < s.steps:
+                at = tl.minimum(turn * EACH + n + s.x_depth, s.steps - 1)
+                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s, False))
                 if norm is not None:
-                    norms = replace(norms, n % X_DEPTH, load_fields(norm, None, at, s, True))
+                    norms = replace(norms, n % s.x_depth, load_fields(norm, None, at, s, True))
     return totals, squares

@@ -33,17 +33,9 @@ from ops.products.branches import (
     receive_sum,
 )
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
-from ops.products.routing import check_router, sigmoid
+from ops.products.routing import check_router
 from ops.products.weights import Weight
-from ops.ranks.mailbox import (
-    MAX_PROGRAMS,
-    Messages,
-    TokenInbox,
-    count_call,
-    load_call,
-    messages_of,
-    words_of,
-)
+from ops.ranks.mailbox import MAX_PROGRAMS, Messages, TokenInbox, count_call, load_call, words_of
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them
@@ -152,7 +144,7 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
         if s.softmax:  # its choice adds the bias
             tl.store(scores + s.N + expert, biases[1], mask=expert < s.N)
         else:
-            part = sigmoid(dots)
+            part = tl.sigmoid(dots)
             tl.store(scores + s.N + expert, part, mask=expert < s.N)
             if not s.bias_before:
                 dots = part
@@ -169,36 +161,33 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
 def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
-    D: tl.constexpr = s.D
-    ROWS: tl.constexpr = s.rows
-    m: tl.constexpr = s.messages
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
     at, token = 0, tl.program_id(1)
     if s.many:
-        at = token * D
+        at = token * s.D
         scores += token * ((1 + (router.score_bias is not None)) * s.N)
         if indices is not None:
             indices += token * s.pairs
         if l is not None:
             normed += token * (l.quads * l.fields)
             units += token * (l.quads * l.units)
-    elif not (ROWS or s.part):
-        at = tl.program_id(0).to(tl.int64) * D
+    elif not (s.rows or s.part):
+        at = tl.program_id(0).to(tl.int64) * s.D
     x += at
     if l is None and normed is not None:
         normed += at
     d, program = tl.arange(0, s.block), tl.program_id(0)
     if s.groups > 1:
-        norm += program % s.groups * D
+        norm += program % s.groups * s.D
     if s.part:
         d += program * s.part
-    inside = d < D
-    if ROWS:
-        expert = program * ROWS + tl.arange(0, ROWS)
+    inside = d < s.D
+    if s.rows:
+        expert = program * s.rows + tl.arange(0, s.rows)
         rows = tl.load(
-            router.rows + expert[:, None] * D + d[None, :],
+            router.rows + expert[:, None] * s.D + d[None, :],
             mask=(expert < s.N)[:, None] & inside[None, :],
             other=0.0,
         )
@@ -210,7 +199,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
     if added.memory is not None:
         add = tl.load(x + d, mask=inside, other=0.0)
-    if ROWS:
+    if s.rows:
         biases = _load_score_biases(router, expert, s)
     if l is not None:
         scales = load_quads(norm, l)
@@ -222,14 +211,14 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if added.memory is not None:
         if indices is not None:
             _clear_choice(indices, s)
-        memory, inverse = added.memory + (call & 1) * m.half, 1.0
+        memory, inverse = added.memory + (call & 1) * s.messages.half, 1.0
         if added.norm is None:
             value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
         else:
-            value, inverse = load_branches(memory, call, added, branch_scale, d, D, dtype, s)
+            value, inverse = load_branches(memory, call, added, branch_scale, d, s.D, dtype, s)
             value = (add.to(tl.float32) + value) * factor
     elif added.norm is not None:
-        stride = tl.num_programs(0).to(tl.int64) * D if not ROWS else D
+        stride = tl.num_programs(0).to(tl.int64) * s.D if not s.rows else s.D
         branch = added.y + at
         value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
@@ -253,15 +242,15 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
     if offset is not None:
-        value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
-    factor = tl.rsqrt(tl.sum(value * value, 0) / D + s.eps)
+        value = tl.where(inside, value - tl.sum(value, 0) / s.D, 0.0)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / s.D + s.eps)
     value = value * factor
     if not s.unscaled:
         value = value * scale
     if offset is not None:
         value += shift
     value = value.to(dtype)
-    if ROWS:
+    if s.rows:
         _store_scores(rows, value, biases, router, scores, expert, s)
     if s.unscaled:
         value = (value.to(tl.float32) * scale).to(dtype)
@@ -277,7 +266,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
-        count_call(added.calls, call, m)
+        count_call(added.calls, call, s.messages)
 
 
 @dataclass(frozen=True)
@@ -290,45 +279,6 @@ class NormRouter:
     routing: Routing
     bias: Tensor | None = None  # [E]: of scores
     unscaled: bool = False  # scores are of the norm without its weight
-
-    @property
-    def of_experts(self) -> Tensor | None:
-        """Return what the second row of scores is made of, [E]."""
-        routing = self.routing
-        return routing.score_bias if routing.factors is None else routing.factors
-
-    router = property(lambda s: Router(s.rows, s.bias, s.of_experts))  # the kernel's tensors
-
-    def empty_scores(self, T: int) -> Tensor:
-        """Return scores of T tokens, to be filled: fp32 [T, 1 or 2, N]."""
-        rows = 1 + (self.of_experts is not None)
-        return self.rows.new_empty(T, rows, len(self.rows), dtype=torch.float32)
-
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError for x [T, D] or weights that the kernel does not take."""
-        N, D = self.rows.shape
-        if x.shape[1:] != (D,) or self.norm.shape != (D,):
-            raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
-        check_router(N - self.routing.gated, D, self.routing)
-
-    def settings(self, rows: int, **others) -> Join:
-        """Return the settings of a kernel that computes `rows` scores a program."""
-        N, D = self.rows.shape
-        routing = self.routing
-        how = dict(
-            softmax=routing.softmax or routing.factors is not None,
-            unscaled=self.unscaled,
-            bias_before=routing.bias_before,
-        )
-        return Join(D, self.eps, N, N - routing.gated, rows, **how, **others)
-
-
-def rows_of(N: int, T: int) -> int:
-    """Return how many of a token's N scores a program of `norm_router` computes.
-
-    Each program norms the token. Of several tokens there are more programs than run at once.
-    """
-    return next((rows for rows in (4, 2) if T > 1 and N * T // rows >= MANY_PROGRAMS), 1)
 
 
 def divide_token(N: int, D: int) -> tuple[int, int, int]:
@@ -358,33 +308,47 @@ def norm_router(
 
     weight: the `Weight` that multiplies the norm; if its codes are multiplied as integers, the norm
     is returned as a `QuantizedX`. indices int64 [T, A + S]: for `gate_up`, filled with -1: no
-    expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows,
-    warps: of a program; rows None: `rows_of`. Raises ValueError as `NormRouter.check`.
+    expert is chosen yet. plain [T, D]: where to store the norm, too, if it is a `QuantizedX`. rows:
+    scores of a program; None: chosen. warps: of a program. Raises ValueError for x or weights that
+    the kernel does not take.
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
     the norm of their sum. The results are bitwise identical on all ranks.
     """
-    before.check(x)
-    (N, D), T, messages = before.rows.shape, len(x), {}
+    (N, D), T, messages, routing = before.rows.shape, len(x), {}, before.routing
+    E, of_experts = N - routing.gated, routing.of_experts
+    if x.shape[1:] != (D,) or before.norm.shape != (D,):
+        raise ValueError(f"x {list(x.shape)} or its norm for a router of width {D}")
+    check_router(E, D, routing)
     if inbox is None:
-        rows = rows or rows_of(N, T)
+        # Each program norms the token. Of several tokens there are more programs than run at once.
+        several = (4, 2) if T > 1 else ()
+        rows = rows or next((n for n in several if N * T // n >= MANY_PROGRAMS), 1)
         programs = triton.cdiv(N, rows)
     else:
         programs, rows, share = divide_token(N, D)
         warps = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8
-        messages = dict(share=share, scale=scale, messages=messages_of(inbox))
+        messages = dict(share=share, scale=scale, messages=inbox.sizes)
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
     normed, layout = empty_norm(x, weight, programs, warps)
-    results = Results(normed, total, scores=before.empty_scores(T), indices=indices)
+    scores = x.new_empty(T, 1 + (of_experts is not None), N, dtype=torch.float32)
+    results = Results(normed, total, scores=scores, indices=indices)
     if isinstance(normed, QuantizedX):
         results = results._replace(normed=normed.operands, units=normed.units, plain=plain)
-    pairs = 0 if indices is None else indices.shape[1]
-    s = before.settings(rows, many=T > 1, pairs=pairs, layout=layout, **messages)
+    s = Join(
+        *(D, before.eps, N, E, rows, T > 1),
+        softmax=routing.softmax or routing.factors is not None,
+        unscaled=before.unscaled,
+        bias_before=routing.bias_before,
+        pairs=0 if indices is None else indices.shape[1],
+        layout=layout,
+        **messages,
+    )
     grid = (programs,) if T == 1 else (programs, T)
-    tensors = x, added, before.norm, None, before.router, results
+    tensors = x, added, before.norm, None, Router(before.rows, before.bias, of_experts), results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
-    return normed, results.scores
+    return normed, scores
 
 
 def norm_tokens(
@@ -415,7 +379,7 @@ def add_branch(
     s, warps = Join(D, eps, branches=branches, scale=scale), 8
     if inbox is not None:
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
-        s = replace(s, messages=messages_of(inbox))
+        s = replace(s, messages=inbox.sizes)
     if added.norm is None:
         s, warps = replace(s, part=PART, early=True), 1
     tensors = x, added, None, None, Router(), Results(total=total)

@@ -65,6 +65,7 @@ class Product(Codes):
     quads = property(lambda s: s.each * max(s.experts, 1))  # quads of x
     # What the kernel loads of a token's x: words of two numbers in bf16, else numbers.
     numbers = property(lambda s: s.quads * 4 * (1 if s.kind == "bf16" else s.fields))
+    of_loads = property(lambda s: tuple(range(s.loads)))  # 0, 1, ... of the loads
     token_numbers = property(lambda s: tuple(range(s.tokens)))  # 0, 1, ... of a program's tokens
     # Operands and units of a token's `QuantizedX`.
     quantized = property(lambda s: (s.quads * s.fields, s.units * s.quads))
@@ -133,12 +134,11 @@ def _locate(quads, experts, row, chunk, REPEAT: tl.constexpr, s):
     index, or with `gather` that of each lane, [LANES]. Quads past the end become the last: their x
     is 0.
     """
-    LANES: tl.constexpr = s.lanes
-    quad = tl.minimum(chunk * LANES + quads % LANES, s.quads - 1)
-    rows = row + quads // LANES
+    quad = tl.minimum(chunk * s.lanes + quads % s.lanes, s.quads - 1)
+    rows = row + quads // s.lanes
     if s.gather:
         COUNT: tl.constexpr = quads.shape[0]
-        shape: tl.constexpr = (COUNT // (LANES * REPEAT), LANES, REPEAT)
+        shape: tl.constexpr = (COUNT // (s.lanes * REPEAT), s.lanes, REPEAT)
         experts = tl.reshape(tl.broadcast_to(experts[None, :, None], shape), [COUNT])
         return experts.to(tl.int64), rows, quad % s.each
     else:
@@ -182,10 +182,7 @@ def load_weights(weights, experts, row, chunk, s, POLLED: tl.constexpr = False):
             chosen = quad // s.each + (s.total - s.experts)
         else:
             chosen = tl.load(experts + quad // s.each, volatile=POLLED).to(tl.int32)
-    found = (_load_chunk(weights, chosen, row, chunk, s),)
-    if s.loads == 2:
-        found = found + (_load_chunk(weights, chosen, row + s.out // 2, chunk, s),)
-    return found
+    return [_load_chunk(weights, chosen, row + s.out // 2 * i, chunk, s) for i in s.of_loads]
 
 
 @jit
@@ -199,36 +196,34 @@ def multiply_tile(x, weights, where, tiles, parts, table, rows, more, s):
     of the next. more: whether there is a next one.
     """
     experts, factors = where
-    CHUNKS: tl.constexpr = s.chunks
-    DEPTH: tl.constexpr = s.depth
     xs, besides = parts
     squares, totals = (), ()
     for _ in tl.static_range(s.tokens):
         squares = squares + (tl.zeros([s.lanes // 32, 32], tl.float32),)
         totals = totals + (tl.zeros([s.rows, s.lanes], tl.float32),)
     second = tl.zeros([s.rows, s.lanes], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        tile = tiles[c % DEPTH]
+    for c in tl.static_range(s.chunks):
+        tile = tiles[c % s.depth]
         for t in tl.static_range(s.tokens):
             if s.tiles > 1:
                 operands = xs[c]
             else:
-                part = xs[c % DEPTH][t]
+                part = xs[c % s.depth][t]
                 if x.norm is not None and s.groups == 1:
                     squares = replace(squares, t, squares[t] + lane_squares(part, s))
-                operands = prepare(part, besides[c % DEPTH], x, s)
+                operands = prepare(part, besides[c % s.depth], x, s)
             total = totals[t] + multiply_chunk(tile[0][0], tile[0][1], operands, table, s)
             totals = replace(totals, t, total)
             if s.loads == 2:
                 second += multiply_chunk(tile[1][0], tile[1][1], operands, table, s)
         # Prefetch: the registers of this chunk are free now.
-        row = rows[0] if c + DEPTH < CHUNKS else rows[1]
-        if (c + DEPTH < CHUNKS) | more:
-            tile = load_weights(weights, experts, row, (c + DEPTH) % CHUNKS, s)
-        tiles = replace(tiles, c % DEPTH, tile)
-        if s.tiles == 1 and c + DEPTH < CHUNKS:
-            xs = replace(xs, c % DEPTH, load_parts(x, c + DEPTH, s))
-            besides = replace(besides, c % DEPTH, load_beside(x, factors, c + DEPTH, s))
+        row = rows[0] if c + s.depth < s.chunks else rows[1]
+        if (c + s.depth < s.chunks) | more:
+            tile = load_weights(weights, experts, row, (c + s.depth) % s.chunks, s)
+        tiles = replace(tiles, c % s.depth, tile)
+        if s.tiles == 1 and c + s.depth < s.chunks:
+            xs = replace(xs, c % s.depth, load_parts(x, c + s.depth, s))
+            besides = replace(besides, c % s.depth, load_beside(x, factors, c + s.depth, s))
     return totals, second, squares, tiles
 
 

@@ -17,6 +17,7 @@ along `in`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,32 +73,10 @@ def _find_rows(tile, group_ends, s: tl.constexpr):
 
 
 @jit
-def _multiply_fields(sums, numbers, x_tile, s: tl.constexpr):
-    """Add the products of all fields of packed units [BN, n] with x to the sums [BN, BM]."""
-    x, rows, present, unit = x_tile
-    # One product per field: a tensor core reads the registers of its operand until the kernel
-    # waits for it, and the compiler waits before it decodes the next field. It cut a single product
-    # of all fields into several, and Triton 3.6 wrote to registers that were still being read.
-    for field in tl.static_range(s.fields):
-        k = number_of_field(unit, field, s)
-        inside = present & (k < s.width) if s.width % s.tile.numbers else present
-        a = tl.load(x + rows * s.width + k, mask=inside, other=0.0)
-        b = weight_field(numbers, field, s, x.dtype.element_ty)
-        sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
-    return sums
-
-
-@jit
-def _multiply_plain(sums, weight, weight_rows, inside, x_tile, s: tl.constexpr):
-    """Add the product of x with plain weights to the sums [BM, BN]."""
-    IN: tl.constexpr = s.width
-    x, rows, present, k = x_tile
-    x_inside = present & (k < IN) if IN % s.tile.numbers else present
-    a = tl.load(x + rows * IN + k, mask=x_inside, other=0.0)
-    # x has zeros outside, but zero times NaN is NaN.
-    other = None if inside is None else 0.0
-    b = tl.load(weight + weight_rows * IN + k, mask=inside, other=other)
-    return tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+def _load_rows(x, rows, present, k, s: tl.constexpr):
+    """Load numbers k of rows of x, 0 outside."""
+    inside = present & (k < s.width) if s.width % s.tile.numbers else present
+    return tl.load(x + rows * s.width + k, mask=inside, other=0.0)
 
 
 @jit
@@ -118,19 +97,6 @@ def _find_outputs(block, columns, s: tl.constexpr):
 
 
 @jit
-def _activate_tile(sums, s: tl.constexpr):
-    """Return the activation of the sums [BM, BN], of which `_find_outputs` gives the order."""
-    if s.gated:
-        BM: tl.constexpr = sums.shape[0]
-        both = tl.reshape(sums, [BM, s.tile.outputs // 16, 2, 8])
-        gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
-        h = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
-        return tl.reshape(h, [BM, s.block])
-    else:
-        return activate(sums, sums, s.activation.kind, s.activation.limit, s.activation.alpha)
-
-
-@jit
 def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.constexpr):
     """Store the results of sums of rows n [BN] of all experts' weights.
 
@@ -146,8 +112,12 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         sums = finish(sums, factor, s.kind, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
-    if s.activation is not None:
-        sums = _activate_tile(sums, s)
+    if s.gated:  # `_find_outputs` gives their order
+        both = tl.reshape(sums, [sums.shape[0], s.tile.outputs // 16, 2, 8])
+        gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
+        sums = tl.reshape(activate(gate, up, s.activation), [sums.shape[0], s.block])
+    elif s.activation is not None:
+        sums = activate(sums, sums, s.activation)
     place = y + rows.to(tl.int64) * s.results + results[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=present & (results < s.results)[None, :])
 
@@ -155,7 +125,6 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 @jit
 def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
     """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
-    BK: tl.constexpr = s.tile.numbers
     x, y, weights, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = first + tl.arange(0, BM)[:, None]
@@ -171,18 +140,28 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     fetched = None
     if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
-    for start in range(0, s.width, BK):
-        unit = start // s.fields + tl.arange(0, BK // s.fields)[None, :]
-        inside = unit < s.width // s.fields if s.width % BK else None
-        x_tile = (x, x_rows, present, unit)
+    for start in range(0, s.width, s.tile.numbers):
+        unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
+        inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
             numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
             if s.step_scaled:
-                fetched = load_scales(weights, weight_rows, start + BK, s)
-            sums = _multiply_fields(sums, numbers, x_tile, s)
+                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
+            # One product per field: a tensor core reads the registers of its operand until the
+            # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
+            # single product of all fields into several, and Triton 3.6 wrote to registers that were
+            # still being read.
+            for field in tl.static_range(s.fields):
+                a = _load_rows(x, x_rows, present, number_of_field(unit, field, s), s)
+                b = weight_field(numbers, field, s, DTYPE)
+                sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
         else:
-            sums = _multiply_plain(sums, weights.codes, weight_rows, inside, x_tile, s)
+            a = _load_rows(x, x_rows, present, unit, s)
+            # x has zeros outside, but zero times NaN is NaN.
+            other = None if inside is None else 0.0
+            b = tl.load(weights.codes + weight_rows * s.width + unit, mask=inside, other=other)
+            sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
     _store_tile(y, sums, weights, bias, n, (rows, present, results), s, DTYPE)
 
 
@@ -337,17 +316,11 @@ def grouped_mm(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     for many rows: with few it reads at half of the memory's bandwidth. In other dtypes than bf16
     it loops over the experts and synchronizes with the host, on most GPUs in bf16 too.
     """
-    if prefers_kernel(x, len(x), weight):
-        return try_kernels(GROUPED, _multiply, _multiply_by_library, x, weight, group_ends)
-    return _multiply_by_library(x, weight, group_ends)
-
-
-def _multiply(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    return grouped_gemm(x, group_ends, {"codes": weight}, "plain", 8 * x.element_size(), 1)
-
-
-def _multiply_by_library(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=group_ends)
+    library = partial(F.grouped_mm, x, weight.transpose(-2, -1), offs=group_ends)
+    if not prefers_kernel(x, len(x), weight):
+        return library()
+    plain = {"codes": weight}, "plain", 8 * x.element_size(), 1
+    return try_kernels(GROUPED, partial(grouped_gemm, x, group_ends, *plain), library)
 
 
 @grouped_mm.register_fake

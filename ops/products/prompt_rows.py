@@ -101,49 +101,47 @@ def _gather_rows(x, rows, columns, y, s: tl.constexpr):
 # library's product does not.
 @jit
 def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
-    WIDTH: tl.constexpr = s.width
     n, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside = column < WIDTH
+    inside = column < s.width
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)
-    ROW: tl.constexpr = 2 * WIDTH if s.activation.gated else WIDTH
+    ROW: tl.constexpr = 2 * s.width if s.activation.gated else s.width
     row = both + n.to(tl.int64) * ROW
     gate = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
     up = gate
     if s.activation.gated:
-        up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(row + s.width + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         own = bias + tl.load(experts + tl.load(pairs + n)) * ROW
         gate += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         if s.activation.gated:
-            up += tl.load(own + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    h = activate(gate, up, s.activation.kind, s.activation.limit, s.activation.alpha)
-    tl.store(y + n.to(tl.int64) * WIDTH + column, h.to(y.dtype.element_ty), mask=inside)
+            up += tl.load(own + s.width + at, mask=inside, other=0.0).to(tl.float32)
+    h = activate(gate, up, s.activation)
+    tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 
 # Grid [T, blocks]: a program sums a part of one token.
 @jit
 def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
-    WIDTH: tl.constexpr = s.width
     token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside = column < WIDTH
+    inside = column < s.width
     total = tl.zeros([s.block], tl.float32)
     for a in tl.static_range(s.active):
         pair = token * s.active + a
-        row = parts + tl.load(places + pair).to(tl.int64) * WIDTH
+        row = parts + tl.load(places + pair).to(tl.int64) * s.width
         part = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
-            own = bias + tl.load(experts + pair) * WIDTH
+            own = bias + tl.load(experts + pair) * s.width
             part += tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
         total += part * tl.load(weights + pair)
     if shared is not None:
-        part = tl.load(shared + token.to(tl.int64) * WIDTH + column, mask=inside, other=0.0)
+        part = tl.load(shared + token.to(tl.int64) * s.width + column, mask=inside, other=0.0)
         part = part.to(tl.float32)
         if gate is not None:
             part *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
         total += part
-    tl.store(y + token.to(tl.int64) * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
 
 
 def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:

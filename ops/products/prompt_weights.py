@@ -18,11 +18,10 @@ from ops.products.units import (
     decode_hqq,
     e2m1_factor,
     finish,
-    first_byte,
     hqq_offset,
     pair_factors,
     scale_and_min,
-    second_byte,
+    signed_byte,
     to_fp32,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
@@ -133,13 +132,12 @@ def load_above(plane, rows, start, s: tl.constexpr):
 @jit
 def load_scales(weights, rows, start, s: tl.constexpr):
     """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
-    FIELDS: tl.constexpr = s.fields
     BK: tl.constexpr = s.tile.numbers
-    UNITS: tl.constexpr = s.group // FIELDS  # units of a group
+    UNITS: tl.constexpr = s.group // s.fields  # units of a group
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
-    EACH: tl.constexpr = min(BK // FIELDS // 2, UNITS & -UNITS)
-    group = (start // FIELDS + tl.arange(0, BK // FIELDS // EACH)[None, :] * EACH) // UNITS
+    EACH: tl.constexpr = min(BK // s.fields // 2, UNITS & -UNITS)
+    group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
     group = rows * (s.width // s.group) + tl.minimum(group, s.width // s.group - 1)
     scale = tl.load(weights.scale + group)
     if weights.step is not None:
@@ -182,22 +180,14 @@ def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
         elif s.kind == "q6_k":
             step = zero.to(tl.float32)
-            scale, offset = first_byte(scale) * step, _expand(second_byte(scale) * step, COUNT)
+            scale, other = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
+            offset = _expand(other, COUNT)
         elif s.gguf:
             scale = scale.to(tl.float32)
             if weights.step is not None:
                 scale *= zero.to(tl.float32)
         factor = _expand(scale, COUNT)
     return factor, offset
-
-
-@jit
-def block_factor(scale, rows, unit, start, s: tl.constexpr):
-    """Load the factor of each unit of fp8b: a scale for each block of `group` rows and columns."""
-    GROUP: tl.constexpr = s.group
-    BK: tl.constexpr = s.tile.numbers
-    block = start // GROUP if GROUP % BK == 0 else tl.minimum(2 * unit, s.width - 1) // GROUP
-    return tl.load(scale + rows * (s.width // GROUP) + block) * 256.0  # of `decode`
 
 
 @jit
@@ -215,8 +205,12 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
     if s.bits_above > 0:
         above = load_above(weights.high, rows, start, s)
     factor, offset = 0.0, 0.0
-    if s.kind == "fp8b":
-        factor = block_factor(weights.scale, scale_rows, unit, start, s)
+    if s.kind == "fp8b":  # a scale for each block of `group` rows and columns
+        block = start // s.group
+        if s.group % s.tile.numbers:
+            block = tl.minimum(2 * unit, s.width - 1) // s.group
+        factor = tl.load(weights.scale + scale_rows * (s.width // s.group) + block)
+        factor *= 256.0  # of `decode`
     elif s.step_scaled:
         factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
     return units, above, factor, offset
@@ -231,27 +225,26 @@ def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
 @jit
 def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return a field of packed units as weights, without what `finish` multiplies."""
-    KIND: tl.constexpr = s.kind
     units, above, factor, offset = numbers
     if s.half_quadratic:
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
     elif s.gguf:
-        number = decode(units, above, field, KIND, DTYPE)
+        number = decode(units, above, field, s.kind, DTYPE)
         number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
-        if KIND == "q6_k":
+        if s.kind == "q6_k":
             number *= factor if field % 2 == 0 else offset
         else:
             number = number * factor - offset
         return number.to(DTYPE)
     else:
-        number = decode(units, factor, field, KIND, DTYPE)
-        if KIND == "fp8b" and tl.bfloat16 == DTYPE:
+        number = decode(units, factor, field, s.kind, DTYPE)
+        if s.kind == "fp8b" and tl.bfloat16 == DTYPE:
             number = to_fp32(number)  # the factor has more digits than bf16
-        if KIND == "int4" and factor.dtype == tl.float16:  # q4_0
+        if s.kind == "int4" and factor.dtype == tl.float16:  # q4_0
             factor = factor.to(tl.float32)
             number = to_fp32(number) if tl.bfloat16 == DTYPE else number
-        if KIND == "fp8b" or KIND == "int4":
+        if s.kind == "fp8b" or s.kind == "int4":
             number = (number * factor).to(DTYPE)
         return number
 
@@ -262,12 +255,11 @@ TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
 # Grid [out / BN, in / BK]: a program unpacks BN rows, and BK numbers of each.
 @jit
 def _unpack(weights, y, s: tl.constexpr):
-    FIELDS: tl.constexpr = s.fields
     DTYPE: tl.constexpr = y.dtype.element_ty
     n = tl.program_id(0) * s.tile.outputs + tl.arange(0, s.tile.outputs)[:, None]
     row, start = tl.minimum(n, s.out - 1).to(tl.int64), tl.program_id(1) * s.tile.numbers
-    unit = start // FIELDS + tl.arange(0, s.tile.numbers // FIELDS)[None, :]
-    inside, fetched, factor = unit < s.width // FIELDS, None, None
+    unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
+    inside, fetched, factor = unit < s.width // s.fields, None, None
     if s.step_scaled:
         fetched = load_scales(weights, row, start, s)
     at = (row, row // s.group, unit)
@@ -275,7 +267,7 @@ def _unpack(weights, y, s: tl.constexpr):
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(s.fields):
         number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
         if s.kind != "fp8b":  # its factor has what its numbers lack
             number = finish(number, factor, s.kind, DTYPE)

@@ -43,22 +43,21 @@ class Layout(Codes):
 @jit
 def store_quads(values, x, units, s: tl.constexpr):
     """Quantize LANES quads of fp32 values (`operands.quantize`); store them in x and units."""
-    QUADS: tl.constexpr = s.quads
     operands, unit, sums = quantize(values, 14, s)
     quad = tl.program_id(0) * s.lanes + tl.arange(0, s.lanes)[:, None]
     word = tl.arange(0, 4)[None, :]
     for n in tl.static_range(s.operands):
         if s.in_pairs:
-            words = x + ((n // 2 * 4 + word) * QUADS + quad) * 2 + n % 2
+            words = x + ((n // 2 * 4 + word) * s.quads + quad) * 2 + n % 2
         else:
             words = x + (quad * (4 * s.operands) + word) + 4 * n
-        tl.store(words, operands[n], mask=quad < QUADS)
-    tl.store(units + quad, unit, mask=quad < QUADS)
+        tl.store(words, operands[n], mask=quad < s.quads)
+    tl.store(units + quad, unit, mask=quad < s.quads)
     if s.word_scaled:
-        tl.store(units + (1 + word) * QUADS + quad, sums[0], mask=quad < QUADS)
+        tl.store(units + (1 + word) * s.quads + quad, sums[0], mask=quad < s.quads)
     else:
         for i in tl.static_range(len(sums)):
-            tl.store(units + (1 + i) * QUADS + quad, sums[i], mask=quad < QUADS)
+            tl.store(units + (1 + i) * s.quads + quad, sums[i], mask=quad < s.quads)
 
 
 # Grid [quads / LANES, T]: a program, one warp, quantizes LANES quads of a token.
@@ -74,16 +73,13 @@ def _quantize_token(x, operands, units, s: tl.constexpr, PDL: tl.constexpr):
     store_quads(values, operands, units, s)
 
 
-def empty_quantized(
-    T: int, quads: int, weight: Weight, dtype: torch.dtype, device: torch.device
-) -> QuantizedX:
-    """Return a `QuantizedX` of T tokens of `quads` quads for a `Weight`, to be filled."""
-    shape = (T, quads, weight.fields)
+def empty_quantized(x: Tensor, quads: int, weight: Weight) -> QuantizedX:
+    """Return a `QuantizedX` of tokens x of `quads` quads for a `Weight`, to be filled."""
+    T, shape = len(x), (len(x), quads, weight.fields)
     if weight.in_pairs:
         shape = (T, weight.fields // 2, quads, 2)
-    operands = torch.empty(shape, dtype=torch.int64, device=device)
-    units = torch.empty(T, weight.units, quads, dtype=torch.float32, device=device)
-    return QuantizedX(operands, units, dtype)
+    operands = x.new_empty(shape, dtype=torch.int64)
+    return QuantizedX(operands, x.new_empty(T, weight.units, quads, dtype=torch.float32), x.dtype)
 
 
 def empty_norm(
@@ -94,7 +90,7 @@ def empty_norm(
         return torch.empty_like(x), None
     lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(weight.quads, programs)))
     layout = Layout(weight.kind, weight.group, weight.quads, lanes)
-    return empty_quantized(len(x), weight.quads, weight, x.dtype, x.device), layout
+    return empty_quantized(x, weight.quads, weight), layout
 
 
 def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
@@ -112,7 +108,7 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
 def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:
     """Quantize tokens x [T, in], or their experts' [T, A in], for a kind in INTEGERS."""
     T, quads = len(x), x.shape[1] // weight.width * weight.quads
-    quantized = empty_quantized(T, quads, weight, x.dtype, x.device)
+    quantized = empty_quantized(x, quads, weight)
     s = Layout(weight.kind, weight.group, quads, 8, T)
     tensors = x, quantized.operands, quantized.units
     launch(_quantize_token, (triton.cdiv(quads, s.lanes), T), *tensors, settings=s, warps=1)

@@ -56,18 +56,11 @@ class ChoiceSettings:
 
 def choice_of(E: int, routing: Routing) -> ChoiceSettings:
     """Return the settings by which a kernel chooses among E experts."""
-    return ChoiceSettings(
-        E,
-        routing.active,
-        routing.shared,
-        int(routing.gated),
-        routing.score_bias is not None and not routing.softmax,
-        routing.score_bias is not None and routing.softmax,
-        routing.bias_before,
-        routing.factors is not None,
-        routing.norm_topk,
-        routing.scale,
-    )
+    has_bias = routing.score_bias is not None
+    kind = has_bias and not routing.softmax, has_bias and routing.softmax
+    kind += routing.bias_before, routing.factors is not None
+    counts = E, routing.active, routing.shared, int(routing.gated)
+    return ChoiceSettings(*counts, *kind, routing.norm_topk, routing.scale)
 
 
 def queries_of(T: int, last: Tensor | None) -> int:
@@ -75,19 +68,11 @@ def queries_of(T: int, last: Tensor | None) -> int:
     return T if last is None else T // len(last)
 
 
-# Kernels ------------------------------------------------------------------------------------------
-
-
 @jit
 def ordered_bits(scores):
     """Map fp32 to int32 in the same order (`topk.ordered_bits`)."""
     bits = scores.to(tl.int32, bitcast=True)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
-
-
-@jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @jit
@@ -146,7 +131,7 @@ def load_gate(scores, score_bias, s: tl.constexpr):
     if s.sigmoid and score_bias is None:
         weight = tl.load(scores + s.N + s.E, cache_modifier=".cg")
     else:
-        weight = sigmoid(tl.load(scores + s.E, cache_modifier=".cg"))
+        weight = tl.sigmoid(tl.load(scores + s.E, cache_modifier=".cg"))
     return weight
 
 
@@ -166,7 +151,7 @@ def choose(scores, score_bias, indices, weights, s: tl.constexpr):
     if s.biased:
         part, score = _softmax_scores(score, scores, score_bias, expert, s)
     elif score_bias is not None and not s.factored:
-        part = sigmoid(score)
+        part = tl.sigmoid(score)
         if not s.bias_before:
             score = part
         score += tl.load(score_bias + expert, mask=expert < s.E, other=0.0)
@@ -221,7 +206,7 @@ def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Ten
     T, N = len(scores), scores.shape[-1]
     s, score_bias = choice_of(N - routing.gated, routing), None
     if scores.ndim == 2:
-        score_bias = routing.score_bias if routing.factors is None else routing.factors
+        score_bias = routing.of_experts
     elif scores.shape[1] != s.rows:
         raise ValueError(f"scores {list(scores.shape)} of a token have {s.rows} rows")
     indices = torch.empty(T, s.pairs, dtype=torch.int64, device=scores.device)

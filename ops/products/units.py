@@ -16,21 +16,9 @@ def half(bits):
 
 
 @jit
-def first_byte(pair):
-    """Convert the first signed byte of int16 to fp32."""
-    return (pair << 8 >> 8).to(tl.float32)
-
-
-@jit
-def second_byte(pair):
-    """Convert the second signed byte of int16 to fp32."""
-    return (pair >> 8).to(tl.float32)
-
-
-@jit
-def byte_of_four(word, K: tl.constexpr):
-    """Convert unsigned byte K of int32 to fp32."""
-    return (word >> 8 * K & 0xFF).to(tl.float32)
+def signed_byte(pair, K: tl.constexpr):
+    """Convert signed byte K, 0 or 1, of int16 to fp32."""
+    return ((pair << 8 >> 8) if K == 0 else (pair >> 8)).to(tl.float32)
 
 
 @jit
@@ -71,7 +59,7 @@ def signed_bytes(units):
             }"""
         return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
     else:
-        return first_byte(units).to(tl.bfloat16)
+        return signed_byte(units, 0).to(tl.bfloat16)
 
 
 @jit
@@ -295,36 +283,27 @@ def to_fp32(numbers):
 @jit
 def codes_plus_128(units, K: tl.constexpr, BITS: tl.constexpr):
     """Return 128 + field K of units, a code of 2 or 4 bits, as bf16, two at a time."""
-    if tl.target_info.is_cuda():
-        PTX: tl.constexpr = f"""{{
-            .reg .b32 bits;
-            shr.u32 bits, $1, {BITS * K};
-            lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
-            }}"""
-        return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
-    else:
-        code = units >> BITS * K & 2**BITS - 1
-        return (128 + code).to(tl.float32).to(tl.bfloat16)
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits;
+        shr.u32 bits, $1, {BITS * K};
+        lop3.b32 $0, bits, {(2**BITS - 1) * 65537}, 0x43004300, 0xEA;
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit
 def codes_3_plus_128(units, thirds, K: tl.constexpr):
     """Return 128 + field K of 2 bits + its third bit as bf16, two at a time."""
-    if tl.target_info.is_cuda():
-        PTX: tl.constexpr = f"""{{
-            .reg .b32 low, high;
-            shr.u32 low, $1, {2 * K};
-            shr.u32 high, $2, {K // 4 * 8 + K % 4};
-            lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
-            lop3.b32 $0, high, 0x00040004, low, 0xEA;
-            }}"""
-        return tl.inline_asm_elementwise(
-            PTX, "=r,r,r", (units, thirds), tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        third = thirds >> K // 4 * 8 + K % 4 & 4
-        code = units >> 2 * K & 3 | third
-        return (128 + code).to(tl.float32).to(tl.bfloat16)
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 low, high;
+        shr.u32 low, $1, {2 * K};
+        shr.u32 high, $2, {K // 4 * 8 + K % 4};
+        lop3.b32 low, low, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 $0, high, 0x00040004, low, 0xEA;
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, thirds), tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @jit
@@ -333,14 +312,17 @@ def decode_hqq(units, thirds, K: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
 
     thirds: the third bits of 3-bit codes. Bit 2 + 8 b + k belongs to field 4 b + k.
     """
-    if tl.bfloat16 == DTYPE:
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         return to_fp32(
             codes_3_plus_128(units, thirds, K) if BITS == 3 else codes_plus_128(units, K, BITS)
         )
-    elif BITS == 3:
-        return (units >> 2 * K & 3 | thirds >> K // 4 * 8 + K % 4 & 4).to(tl.float32)
     else:
-        return (units >> BITS * K & 2**BITS - 1).to(tl.float32)
+        if BITS == 3:
+            code = units >> 2 * K & 3 | thirds >> K // 4 * 8 + K % 4 & 4
+        else:
+            code = units >> BITS * K & 2**BITS - 1
+        code = code.to(tl.float32)
+        return code + 128.0 if tl.bfloat16 == DTYPE else code
 
 
 @jit

@@ -164,13 +164,10 @@ def _dot_e2m1(word, x_low, x_high, low, high, table):
         dp2a.hi.s32.u32 $0, x1, above0, sum0;
         dp2a.hi.s32.u32 $1, x3, above1, sum1;
         }"""
+    REGISTERS: tl.constexpr = "=r,=r,r,l,l,r,r,r,r,r,r"
+    given = word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]
     return tl.inline_asm_elementwise(
-        PTX,
-        "=r,=r,r,l,l,r,r,r,r,r,r",
-        (word, x_low, x_high, low, high, table[0], table[1], table[2], table[3]),
-        (tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        PTX, REGISTERS, given, (tl.int32, tl.int32), is_pure=True, pack=1
     )
 
 

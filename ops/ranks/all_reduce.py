@@ -109,16 +109,15 @@ def _sum_messages(bits, add, s: tl.constexpr):
 @jit
 def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL: tl.constexpr):
     WORDS: tl.constexpr = s.block
-    RANK: tl.constexpr = s.rank
     P: tl.constexpr = s.programs
     rank, column, program = tl.arange(0, s.rows)[:, None], tl.arange(0, WORDS), tl.program_id(0)
     outbox = tl.load(peers + rank, mask=rank < s.ranks, other=0).to(tl.pointer_type(tl.int64))
-    outbox = tl.multiple_of(outbox, (16, 16)) + (RANK * P + program) * WORDS + column[None, :]
-    inbox = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
+    outbox = tl.multiple_of(outbox, (16, 16)) + (s.rank * P + program) * WORDS + column[None, :]
+    inbox = tl.multiple_of(tl.load(peers + s.rank).to(tl.pointer_type(tl.int64)), 16)
     inbox += (rank * P + program) * WORDS + column[None, :]
     word = program * WORDS + column
     inside = word < s.words
-    others = (rank < s.ranks) & (rank != RANK) & inside[None, :]
+    others = (rank < s.ranks) & (rank != s.rank) & inside[None, :]
     add = tl.load(residual + word, mask=inside, other=0) if residual is not None else None
     await_previous(PDL)
     call = tl.load(calls + program) + 1
@@ -132,7 +131,7 @@ def _push_all_reduce(x, weights, residual, y, peers, calls, s: tl.constexpr, PDL
         newer = tl.load(inbox + half, mask=missing, other=0, volatile=True)
         received = tl.where(missing, newer, received)
         missing = others & (received >> 32 != call)
-    bits = tl.where((rank == RANK) & inside[None, :], own, received.to(tl.int32))
+    bits = tl.where((rank == s.rank) & inside[None, :], own, received.to(tl.int32))
     total = _sum_messages(bits, add, s)
     tl.store(y + word, total, mask=inside)
     # Safe without a barrier: the reduction in the loop's condition waits for all threads' loads.
@@ -167,14 +166,8 @@ def push_all_reduce(
         rank=inbox.rank,
         ranks=len(inbox.peers),
     )
-    tensors = (
-        x.view(-1).view(torch.int32),
-        weights,
-        None if residual is None else residual.contiguous().view(-1).view(torch.int32),
-        y.view(-1).view(torch.int32),
-        inbox.peers,
-        inbox.calls,
-    )
-    grid = (triton.cdiv(words, WORDS),)
-    launch(_push_all_reduce, grid, *tensors, settings=settings, warps=1)
+    source, target = (tensor.view(-1).view(torch.int32) for tensor in (x, y))
+    add = None if residual is None else residual.contiguous().view(-1).view(torch.int32)
+    tensors = source, weights, add, target, inbox.peers, inbox.calls
+    launch(_push_all_reduce, (triton.cdiv(words, WORDS),), *tensors, settings=settings, warps=1)
     return y

@@ -32,26 +32,6 @@ MAX_PROGRAMS = 128  # most of a receiving kernel: about one a multiprocessor
 MAX_WORDS = 1 << 14  # of all messages, as a program receives them: 64 registers of each thread
 
 
-class TokenInbox(NamedTuple):
-    """A rank's receive buffer of one token's messages, and where it writes its own.
-
-    All ranks make the same calls. A call is a product that sends, and a kernel that receives. A
-    message of several branches [B D] has a product for each, which writes from `begin` on.
-    """
-
-    memory: Tensor  # int32 [2, N, MAX_DIM], zero at first
-    slots: Tensor  # int64 [N]: address, in each rank's memory, of this rank's message
-    calls: Tensor  # int32 [MAX_PROGRAMS], zero at first: calls received so far, by each program
-    begin: int = 0  # where the next product's numbers begin in the message
-
-
-class Outbox(NamedTuple):
-    """What a kernel reads of a `TokenInbox` when it sends."""
-
-    slots: Tensor
-    calls: Tensor
-
-
 @dataclass(frozen=True)
 class Messages:
     """Settings of a kernel that receives: sizes of its inbox."""
@@ -64,9 +44,26 @@ class Messages:
     rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
 
 
-def messages_of(inbox: TokenInbox) -> Messages:
-    """Return the sizes of an inbox."""
-    return Messages(len(inbox.slots), inbox.memory.shape[-1], len(inbox.calls))
+class TokenInbox(NamedTuple):
+    """A rank's receive buffer of one token's messages, and where it writes its own.
+
+    All ranks make the same calls. A call is a product that sends, and a kernel that receives. A
+    message of several branches [B D] has a product for each, which writes from `begin` on.
+    """
+
+    memory: Tensor  # int32 [2, N, MAX_DIM], zero at first
+    slots: Tensor  # int64 [N]: address, in each rank's memory, of this rank's message
+    calls: Tensor  # int32 [MAX_PROGRAMS], zero at first: calls received so far, by each program
+    begin: int = 0  # where the next product's numbers begin in the message
+
+    sizes = property(lambda s: Messages(len(s.slots), s.memory.shape[-1], len(s.calls)))
+
+
+class Outbox(NamedTuple):
+    """What a kernel reads of a `TokenInbox` when it sends."""
+
+    slots: Tensor
+    calls: Tensor
 
 
 def words_of(D: int, ranks: int) -> int:
@@ -136,10 +133,9 @@ def receive(inbox, call, wanted, dtype: tl.constexpr):
 @jit
 def count_call(calls, call, m: tl.constexpr):
     """Store the number of the call that this program has received."""
-    COUNTERS: tl.constexpr = m.counters
-    program, counter = tl.program_id(0), tl.arange(0, COUNTERS)
+    program, counter = tl.program_id(0), tl.arange(0, m.counters)
     # Safe without a barrier: the reduction in `receive` waits for all threads' loads.
     tl.store(calls + program, call)
     # The first program also counts for programs that only a larger grid has.
-    absent = counter >= tl.num_programs(0) + program * COUNTERS
-    tl.store(calls + counter, tl.zeros([COUNTERS], tl.int32) + call, mask=absent)
+    absent = counter >= tl.num_programs(0) + program * m.counters
+    tl.store(calls + counter, tl.zeros([m.counters], tl.int32) + call, mask=absent)

@@ -57,18 +57,16 @@ def new_mailbox(pairs: int, like: Tensor) -> Mailbox:
     )
 
 
-# The request --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Ask:
-    """Settings of `_ask`."""
+class Share:
+    """Settings of `_ask` and of `_answer`."""
 
-    slots: int  # R
-    E: int
-    tokens: int  # T
-    active: int  # A
-    dim: int  # D
+    numbers: int  # T * D
+    scale: float = 1.0
+    slots: int = 0  # R
+    E: int = 0
+    tokens: int = 0  # T
+    active: int = 0  # A
 
     pairs_tile = property(lambda s: triton.next_power_of_2(s.tokens * s.active))
 
@@ -77,14 +75,8 @@ class Ask:
 def post(flag, value):
     """Store an int32 once all that this program has stored is visible to the host."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-        "=r,l,r",
-        [flag, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    PTX: tl.constexpr = "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;"
+    tl.inline_asm_elementwise(PTX, "=r,l,r", [flag, value], tl.int32, is_pure=False, pack=1)
 
 
 # Grid [1], one warp: each of its threads stores the flag, after all stores of the warp.
@@ -92,7 +84,6 @@ def post(flag, value):
 def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr, PDL: tl.constexpr):
     await_previous(PDL)
     P: tl.constexpr = s.tokens * s.active
-    NUMBERS: tl.constexpr = s.tokens * s.dim
     p = tl.arange(0, s.pairs_tile)
     expert = tl.load(chosen + p, mask=p < P, other=-1)
     slot = tl.load(slots + p, mask=p < P, other=s.slots)
@@ -105,9 +96,9 @@ def _ask(x, chosen, slots, weights, box, near, kept, s: tl.constexpr, PDL: tl.co
         tl.store(box.experts + at, expert.to(tl.int32), mask=asked)
         tl.store(box.tokens + at, p // s.active, mask=asked)
         tl.store(box.weights + at, weight, mask=asked)
-        for start in range(0, NUMBERS, 1024):
+        for start in range(0, s.numbers, 1024):
             n = start + tl.arange(0, 1024)
-            tl.store(box.x + n, tl.load(x + n, mask=n < NUMBERS), mask=n < NUMBERS)
+            tl.store(box.x + n, tl.load(x + n, mask=n < s.numbers), mask=n < s.numbers)
         tl.store(box.flags + 1, tl.load(box.layer))
         tl.store(box.flags + 2, s.tokens)
         tl.store(box.flags + 3, count)
@@ -131,7 +122,7 @@ def ask(
     if not can_launch(x):
         return ask_plainly(x, chosen, slots, weights, box, R, E)
     near, kept = torch.empty_like(slots), torch.empty_like(weights)
-    s = Ask(R, E, *chosen.shape, x.shape[-1])
+    s = Share(len(x) * x.shape[-1], 1.0, R, E, *chosen.shape)
     tensors = x.contiguous(), chosen, slots, weights, box, near, kept
     launch(_ask, (1,), *tensors, settings=s, warps=1)
     return near, kept
@@ -155,17 +146,6 @@ def ask_plainly(
     box.calls[1] = box.calls[0] if count else 0
     other = torch.where(here, slots, 0).max()
     return torch.where(here, slots, other), torch.where(here, weights, 0.0)
-
-
-# The answer ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Settings of `_answer`."""
-
-    numbers: int  # T * D
-    scale: float
 
 
 # Grid [blocks of T * D]. Each program polls the flag. Its loads are volatile, so that no cache
@@ -201,7 +181,7 @@ def answer(
 
     residual [T, D]: the result is residual + scale * that. out [T, D]: where to store the result.
     """
-    out, s = torch.empty_like(y, dtype=dtype) if out is None else out, Answer(y.numel(), scale)
+    out, s = torch.empty_like(y, dtype=dtype) if out is None else out, Share(y.numel(), scale)
     if not can_launch(y):
         total = answer_plainly(y, box)
         return out.copy_(total if residual is None else residual + scale * total)

@@ -17,20 +17,13 @@ NO_DRAFT = -2  # stands for drafts that a sequence does not have; none follows i
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Settings of `_begin_pass` and `_accept`."""
+class Pass(token_draw.Draw):
+    """Settings of the kernels. Only `_check_drafts` draws."""
 
-    V: int = 0
+    stream: int = 0  # accepts by its random numbers
     stride: int = 0  # numbers from one sequence's drafts to the next one's
     most: int = MOST
     none: int = NO_DRAFT
-
-
-@dataclass(frozen=True)
-class Check(token_draw.Draw):
-    """Settings of `_check_drafts`."""
-
-    stream: int = 0  # accepts by its random numbers
 
 
 # Grid [B]. n: N. Padding repeats the sequence's newest token.
@@ -58,19 +51,9 @@ def _begin_pass(
 # plain step, unscaled, so that the token is the same.
 @jit(do_not_specialize=("n",))
 def _check_drafts(
-    logits,
-    state,
-    passed,
-    last,
-    q,
-    ordered,
-    crowded,
-    good,
-    own,
-    n,
-    s: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, state, passed, last, q, largest, results, n, s: tl.constexpr, PDL: tl.constexpr
 ):
+    (ordered, crowded), (good, own) = largest, results
     row = tl.program_id(0)
     sequence, at = row // (n + 1), row % (n + 1)
     controls = state.controls + sequence * s.controls
@@ -156,12 +139,12 @@ def verify_pass(
     B, T, V = logits.shape
     if state.seen.shape != (B, V) or passed.shape != (B, T):
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
-    s = Check(V, token_draw.GROUPS, stream=stream)
+    s = Pass(V, token_draw.GROUPS, stream=stream)
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
-    ordered, crowded = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
+    largest = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)
     own = torch.empty(B * T, dtype=torch.int64, device=device)
-    given = logits, state, passed, last, q, ordered, crowded
-    launch(_check_drafts, (B * T,), *given, good, own, n, settings=s)
+    given = logits, state, passed, last, q, largest, (good, own)
+    launch(_check_drafts, (B * T,), *given, n, settings=s)
     tensors = passed, last, good, own, state, result
     launch(_accept, (B,), *tensors, n, settings=Pass(V), warps=1)

@@ -16,8 +16,6 @@ from torch import Tensor
 from ops.launch import await_previous, can_launch, jit, launch, tl, triton
 from ops.step.cpu_share import Mailbox, ask
 
-# Slots and eviction -------------------------------------------------------------------
-
 MAX_PAIRS = 128  # chosen experts of a call, P
 
 
@@ -77,20 +75,17 @@ def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Ten
 @jit
 def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     await_previous(PDL)
-    SLOTS: tl.constexpr = s.slots
-    E: tl.constexpr = s.E
-    P: tl.constexpr = s.pairs
     slot, last_use, counters = table.slot, table.last_use, table.counters
     p, e = tl.arange(0, s.pairs_tile), tl.arange(0, s.experts_tile)
-    ids = tl.load(chosen + p, mask=p < P, other=-1)
-    valid = (ids >= 0) & (ids < E)
+    ids = tl.load(chosen + p, mask=p < s.pairs, other=-1)
+    valid = (ids >= 0) & (ids < s.E)
     same = (ids[:, None] == ids[None, :]) & valid[:, None]
     earlier = p[None, :] < p[:, None]
     is_first = valid & (tl.max((same & earlier).to(tl.int32), 1) == 0)
-    target = tl.load(slot + ids, mask=valid, other=SLOTS)
-    cached = target < SLOTS
-    miss = is_first & (target == SLOTS)
-    hit_first = cached[None, :] & (target == SLOTS)[:, None]
+    target = tl.load(slot + ids, mask=valid, other=s.slots)
+    cached = target < s.slots
+    miss = is_first & (target == s.slots)
+    hit_first = cached[None, :] & (target == s.slots)[:, None]
     precedes = hit_first | ((cached[None, :] == cached[:, None]) & earlier)
     use_rank = tl.sum((is_first[None, :] & precedes).to(tl.int64), 1)
     miss_rank = tl.sum((miss[None, :] & earlier).to(tl.int32), 1)
@@ -99,32 +94,32 @@ def _place(chosen, table, to_copy, targets, s: tl.constexpr, PDL: tl.constexpr):
     if misses < s.copies:
         count = tl.load(table.copies + misses)
     copied = miss & (miss_rank < count)
-    old_slot = tl.load(slot + e, mask=e < E, other=SLOTS)
-    old_use = tl.load(last_use + e, mask=e < E)
+    old_slot = tl.load(slot + e, mask=e < s.E, other=s.slots)
+    old_use = tl.load(last_use + e, mask=e < s.E)
     clock = tl.load(counters)
     one_hot = is_first[:, None] & (ids[:, None] == e[None, :])
     needed = tl.max(one_hot.to(tl.int32), 0) > 0
-    evictable, kept = (old_slot < SLOTS) & (needed == 0), old_slot
+    evictable, kept = (old_slot < s.slots) & (needed == 0), old_slot
     for n in range(count):
         lowest = tl.min(tl.where(evictable, old_use, 1 << 62), 0)
         victim = evictable & (old_use == lowest)
         is_nth_miss = copied & (miss_rank == n)
         target = tl.where(is_nth_miss, tl.sum(tl.where(victim, old_slot, 0), 0), target)
-        kept = tl.where(victim, SLOTS, kept)
+        kept = tl.where(victim, s.slots, kept)
         evictable = evictable & (victim == 0)
     new_slot = tl.sum(tl.where(one_hot, target[:, None], 0), 0)
-    tl.store(slot + e, tl.where(needed, new_slot, kept), mask=e < E)
+    tl.store(slot + e, tl.where(needed, new_slot, kept), mask=e < s.E)
     new_use = clock + tl.sum(tl.where(one_hot, use_rank[:, None], 0), 0)
-    tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < E)
-    tl.store(counters, clock + P)
+    tl.store(last_use + e, tl.where(needed, new_use, old_use), mask=e < s.E)
+    tl.store(counters, clock + s.pairs)
     hits = tl.sum((is_first & cached).to(tl.int64), 0)
     tl.store(counters + 1, tl.load(counters + 1) + hits)
     tl.store(counters + 2, tl.load(counters + 2) + misses)
     tl.store(counters + 3, tl.load(counters + 3) + misses - count)
     # An expert that is chosen again has the slot of the first time.
     first = tl.sum(tl.where(same & is_first[None, :], target[None, :], 0), 1)
-    tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < P)
-    tl.store(targets + p, tl.where(valid, first, SLOTS), mask=p < P)
+    tl.store(to_copy + p, tl.where(copied, ids, -1), mask=p < s.pairs)
+    tl.store(targets + p, tl.where(valid, first, s.slots), mask=p < s.pairs)
 
 
 def place(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:

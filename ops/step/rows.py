@@ -61,26 +61,24 @@ class RowMemory:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Make the first `length` positions of a row those of another."""
-        if self.planes:
-            self.move(source, target, length, exchange=False)
-            return
-        for one, other in zip(self.views[source], self.views[target], strict=True):
-            other[..., :length, :] = one[..., :length, :]
+        self.move(source, target, length, exchange=False)
 
     def exchange(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two rows."""
-        if self.planes:
-            self.move(a, b, length, exchange=True)
-            return
-        for one, other in zip(self.views[a], self.views[b], strict=True):
-            one, other = one[..., :length, :], other[..., :length, :]
-            one[:], other[:] = other, one.clone()
+        self.move(a, b, length, exchange=True)
 
     def move(self, source: int, target: int, length: int, exchange: bool) -> None:
-        """Launch the kernel, once for each size of words."""
-        for size, planes in self.planes.items():
+        """Launch the kernel, once for each size of words; without it move each view."""
+        for size, planes in (self.planes or {}).items():
             grid, settings = (len(planes), PROGRAMS), Move(size, exchange)
             launch(_move, grid, planes, source, target, length, settings=settings)
+        if self.planes is None:
+            for one, other in zip(self.views[source], self.views[target], strict=True):
+                one, other = one[..., :length, :], other[..., :length, :]
+                kept = other.clone() if exchange else None
+                other[:] = one
+                if exchange:
+                    one[:] = kept
 
 
 def make_planes(first: Sequence[Tensor], second: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -3,6 +3,8 @@
     find_best    of each of GROUPS groups of the vocabulary, the KEPT tokens with the largest logits
     rank         the TOP largest of those, in order
     draw         top-k, top-p and min-p, the draw, and the step to the token
+    post         the token, in host memory: 1 to 2 us. A copy between two steps costs 11 us on an
+                 H200: the next graph waits for the copy engine, and that for the graph before
 
 A token's key is its logit's ordered bits, then its complement: int64, so that keys are distinct and
 the order of keys is the order of `shortlist`, ties included.
@@ -33,8 +35,8 @@ RANKED = 8  # keys whose rank a program counts
 class Draw:
     """Settings of the kernels. A row has GROUPS * KEPT keys in `best`."""
 
-    V: int  # vocabulary
-    groups: int
+    V: int = 0  # vocabulary
+    groups: int = 0
     kept: int = KEPT
     run: int = RUN
     ranked: int = RANKED
@@ -83,7 +85,6 @@ def _logit_of(key):
 def _find_best(
     logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
 ):
-    V: tl.constexpr = s.V
     TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, s.size)
@@ -94,9 +95,9 @@ def _find_best(
         passed += sequence * each
     penalty = tl.load(controls + sequence * s.controls + 4)
     await_previous(PDL)
-    source = logits + row * V, seen + sequence * V, penalty, passed, count
-    x = _edited_logits(source, token, token < V)
-    bits = tl.where(token < V, ordered_bits(x), -(2**31))
+    source = logits + row * s.V, seen + sequence * s.V, penalty, passed, count
+    x = _edited_logits(source, token, token < s.V)
+    bits = tl.where(token < s.V, ordered_bits(x), -(2**31))
     best += row * s.kept * s.groups + group
     for n in tl.static_range(s.kept):
         largest = tl.max(bits, 0)
@@ -106,12 +107,6 @@ def _find_best(
     if group == 0:
         tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
         tl.store(crowded + row, 0)
-
-
-@jit
-def _count_larger(others, key):
-    """Return how many of `others` [N] are larger than each of `key` [M], [M]."""
-    return tl.sum((others[None, :] > key[:, None]).to(tl.int32), 1)
 
 
 # Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
@@ -127,10 +122,10 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
-    if tl.min(_count_larger(first, key), 0) < s.top:
+    if tl.min(tl.sum((first[None, :] > key[:, None]).to(tl.int32), 1), 0) < s.top:
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
-        rank = _count_larger(other, key)
+        rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
         tl.store(ordered + row * 2 * s.top + rank, key, mask=rank < s.top)
         is_last = at >= s.keys - s.groups
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
@@ -176,16 +171,6 @@ def exponential(key, index):
 
 
 @jit
-def _count_from(least, source, s: tl.constexpr):
-    """Return the number of keys from `least` on."""
-    count = 0
-    for start in range(0, s.V, s.chunk):
-        keys = _vocabulary_keys(source, start, s)
-        count += tl.sum((keys >= least).to(tl.int32), 0)
-    return count
-
-
-@jit
 def _search(top_k, source, ordered, s: tl.constexpr):
     """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
     found = ordered + s.top
@@ -194,7 +179,9 @@ def _search(top_k, source, ordered, s: tl.constexpr):
     count = top_k * 0 + s.V
     while count != top_k:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
-        n = _count_from(middle, source, s)
+        n = 0  # keys from there on
+        for start in range(0, s.V, s.chunk):
+            n += tl.sum((_vocabulary_keys(source, start, s) >= middle).to(tl.int32), 0)
         if n >= top_k:
             low, count = middle, n
         else:
@@ -303,3 +290,30 @@ def order_largest(
     launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1)
     launch(_rank, (s.keys // RANKED, R), *found, settings=s)
     return ordered, crowded
+
+
+@dataclass(frozen=True)
+class Post:
+    """Settings of `_post`."""
+
+    rows: int
+    stride: int  # numbers of a slot
+
+    block = property(lambda s: triton.next_power_of_2(s.rows))
+
+
+# Grid [1].
+@jit
+def _post(token, count, slots, s: tl.constexpr, PDL: tl.constexpr):
+    row, n = tl.arange(0, s.block), tl.load(count)
+    await_previous(PDL)
+    newest = tl.load(token + row, mask=row < s.rows, other=0)
+    tl.store(slots + (n & 1) * s.stride + row, newest, mask=row < s.rows)
+    tl.debug_barrier()  # all threads have read the count
+    tl.store(count, n + 1)
+
+
+def post_tokens(token: Tensor, count: Tensor, slots: Tensor) -> None:
+    """Copy token [rows, 1] to pinned slots [2, B], row count % 2; increment count. All int64."""
+    settings = Post(len(token), slots.shape[1])
+    launch(_post, (1,), token, count, slots, settings=settings, warps=1)
