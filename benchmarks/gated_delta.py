@@ -4,8 +4,10 @@
 
 Sizes of Qwen3.6-35B-A3B and Qwen3-Next. Every form is first compared with the plain one; the
 command fails if a result is wrong. Decode: us of one layer without its projections, in a CUDA graph
-of 16 layers, whose states do not fit into L2. Prompt: one layer with and without its projections,
-against causal SDPA of the same model. "apart" is the relative difference to fp32 in PyTorch.
+of 16 layers, whose states do not fit into L2. Several tokens: the same, one after the other and as
+one chunk, after a call of which some tokens were accepted. Prompt: one layer with and without its
+projections, against causal SDPA of the same model. "apart" is the relative difference to fp32 in
+PyTorch, or of both forms.
 """
 
 import sys
@@ -20,7 +22,7 @@ from torch import Tensor
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from cli.parser import Parser
 from models.layers.pending_state import MAX_TENTATIVE
-from ops.attention import delta_prompt
+from ops.attention import delta, delta_prompt
 from ops.attention.delta import delta_tokens
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
@@ -31,6 +33,10 @@ D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C
 N, VALUES = 2 * K * C + H * C, H * C
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256  # attention layer; its query has a gate as well
 LAYERS = 16
+# Tokens of a call, and how many of the call before were accepted.
+# (fewest tokens of a chunk, precision): the first is no chunk.
+FEW_FORMS = ((MAX_TENTATIVE + 1, ""), (2, "tf32"), (2, "tf32x3"))
+FEW = ((2, 0), (2, 2), (3, 0), (4, 0), (4, 4), (8, 0), (8, 4), (8, 8), (16, 0), (16, 8), (16, 16))
 # (chunk, precision): how `launch_delta_chunk` may compute; the first is its default.
 PROMPT_FORMS = ((64, "tf32"), (64, "tf32x3"), (32, "tf32"), (32, "tf32x3"))
 LIMITS = {"tf32": 3e-4, "tf32x3": 1e-4}
@@ -54,11 +60,11 @@ def check(name: str, found: float, limit: float) -> float:
 # Decode -------------------------------------------------------------------------------------------
 
 
-def random_layer(batch: int) -> dict[str, Tensor]:
+def random_layer(batch: int, tokens: int = 1) -> dict[str, Tensor]:
     """Return the tensors of one layer's decode step."""
     return {
-        "qkvz": normal(batch, 1, N + VALUES),
-        "ba": normal(batch, 1, 2 * H),
+        "qkvz": normal(batch, tokens, N + VALUES),
+        "ba": normal(batch, tokens, 2 * H),
         "state": normal(batch, H, C, C, dtype=torch.float32, scale=0.1),
         "inputs": normal(batch, W - 1 + MAX_TENTATIVE, N),  # the window, then pending tokens
         "pending_ba": normal(batch, MAX_TENTATIVE, 2 * H),
@@ -67,7 +73,7 @@ def random_layer(batch: int) -> dict[str, Tensor]:
         "a_log": normal(H, dtype=torch.float32),
         "dt_bias": normal(H),
         "norm": normal(C),
-        "positions": torch.zeros(batch, 1, dtype=torch.int64, device="cuda"),
+        "positions": torch.arange(tokens, device="cuda").expand(batch, -1).contiguous(),
         "arrivals": torch.zeros(batch, K, dtype=torch.int32, device="cuda"),
     }
 
@@ -120,6 +126,32 @@ def decode_rows(batch: int) -> str:
     times = [graph_seconds(form, layers) * 1e6 for form in (plain, fused)]
     gbs = 2 * batch * H * C * C * 4 / times[1] / 1e3
     return f"{batch:5}   {times[0]:9.2f}   {times[1]:8.2f}   {gbs:11.0f}   {apart:.1e}"
+
+
+def few_row(tokens: int, accepted: int) -> str:
+    """Check and time calls of several tokens, of which `accepted` were accepted -> a table's row.
+
+    A layer's two calls are at positions that far apart: one follows `accepted` pending tokens, the
+    other none.
+    """
+    layers, calls, times, results = [random_layer(1, tokens) for _ in range(LAYERS)], [], [], []
+    for layer in layers:
+        calls += [layer, layer | {"positions": layer["positions"] + accepted}]
+    start = {name: tensor.clone() for name, tensor in layers[0].items()}
+    for least, precision in FEW_FORMS:
+        ours = {name: tensor.clone() for name, tensor in start.items()}
+        exactness = mock.patch.dict(delta.CHUNK_PRECISION, {torch.bfloat16: precision})
+        with mock.patch.object(delta, "LEAST_CHUNK", least), exactness:
+            pair = [fused_step(ours | {"positions": call["positions"]}) for call in calls[:2]]
+            times.append(graph_seconds(fused_step, calls) * 1e6)
+        results.append((torch.cat(pair), ours["state"]))
+    row = f"{tokens:6}   {accepted:8}   {times[0]:8.2f}"
+    for us, found in zip(times[1:], results[1:], strict=True):
+        y, state = (difference(*pair) for pair in zip(found, results[0], strict=True))
+        check("several tokens", y, 1e-2)
+        check("several tokens, state", state, 1e-3)
+        row += f"   {us:6.2f}  {y:.1e}  {state:.1e}"
+    return row
 
 
 # Prompts ------------------------------------------------------------------------------------------
@@ -210,6 +242,9 @@ def main() -> None:
     print("batch   plain us   fused us   GB/s of it   apart")
     for batch in options.batch:
         print(decode_rows(batch), flush=True)
+    print("tokens   accepted   serial us   chunk us, y and state apart; the same in tf32x3")
+    for tokens, accepted in FEW:
+        print(few_row(tokens, accepted), flush=True)
     print(f"{options.tokens} tokens             layer us   mix us   tokens/s       apart")
     prompt_rows(options.tokens)
 

@@ -36,6 +36,7 @@ from benchmarks.decode_speed import read_bandwidth
 from benchmarks.fused_decode import Layers, load_layers
 from benchmarks.tune import LayerProduct, Tuning
 from cli.parser import Parser
+from ops.attention import delta
 from ops.products import dense, expert_tiles, experts, few_tokens, join, pipeline
 from ops.products.expert_tiles import choose_few
 from ops.products.few_tokens import FewTiles, choose_few_tiles
@@ -126,6 +127,8 @@ FORMS: dict[str, tuple[tuple, ...]] = {
     "norm waits": ((join, "Join", lambda *args, early=False, **rest: Join(*args, **rest)),),
     "x quantized": ((experts, "quantizes_first", always_quantizes),),
     "x not quantized": ((experts, "quantizes_first", lambda *_: False),),
+    "rule by chunk": ((delta, "LEAST_CHUNK", 2),),
+    "rule by token": ((delta, "LEAST_CHUNK", 99),),
 }
 
 

@@ -73,6 +73,13 @@ FEW = {  # B, T, K, H, Ck, Cv, W, last, accepted tokens of the call before (None
     "one token after drafts, three value heads": (1, 1, 2, 6, 32, 64, 4, None, (4,)),
 }
 
+# As FEW, in one chunk: all counts of tokens and of accepted ones, and padding.
+CHUNK_SIZES = (2, 4, 16, 32, 4), (1, 2, 32, 16, 3), (2, 2, 128, 64, 4), (1, 3, 16, 128, 2)
+CHUNKS = {}
+for T in range(2, 17):
+    last = (None, (T - 1, T // 2), (T // 2, -1))[T % 3]
+    CHUNKS[f"chunk of {T}"] = (2, T, *CHUNK_SIZES[T % 4], last, (T, 16 - T))
+
 KIMI = {  # B, T, H, C, W, last, accepted tokens of the call before: a decay for each channel
     "kimi, one token": (1, 1, 2, 128, 4, None, (None,)),
     "kimi, one token after drafts": (3, 1, 3, 16, 4, (0, -1, 0), (3, 2, None)),
@@ -170,6 +177,13 @@ def few_errors(case: tuple, **options) -> list[float]:
             delta.take_in_pending(*memory, position, last, row, state.arrivals)
 
     return layer_errors(layer, *call, run, take_in)
+
+
+def chunk_errors(case: tuple, **options) -> list[float]:
+    """`few_errors` as one chunk, whatever would be chosen."""
+    in_fp32 = mock.patch.dict(delta.CHUNK_PRECISION, {torch.float32: "tf32x3"})
+    with in_fp32, mock.patch.object(delta, "LEAST_CHUNK", 2):
+        return few_errors(case, **options)
 
 
 def expanded_error(T: int) -> float:
@@ -275,6 +289,10 @@ def errors() -> dict[str, list[float]]:
     for name, (B, T, H, C, *rest) in KIMI.items():
         cases[name] = partial(few_errors, (B, T, H, H, C, C, *rest), channel_decay=True)
     cases |= {name: partial(few_errors, case) for name, case in FEW.items()}
+    cases |= {name: partial(chunk_errors, case) for name, case in CHUNKS.items()}
+    for T, options in ((4, {"delta_gate": "sigmoid"}), (16, {})):
+        options |= {"dtype": torch.bfloat16}
+        cases[f"chunk of {T}, bf16"] = partial(chunk_errors, CHUNKS[f"chunk of {T}"], **options)
     for name in ("drafts", "one token after drafts"):
         cases[f"{name}, sigmoid"] = partial(few_errors, FEW[name], delta_gate="sigmoid")
     names = os.environ.get("CASES", ";".join(cases)).split(";")
@@ -292,7 +310,7 @@ def machine_code() -> dict[str, dict[str, int]]:
     real = torch.ones(1, 2048, 1, dtype=torch.bool)
     *kimi, g, beta, state = random_prompt(1, 2048, 32, *sizes[1:], torch.bfloat16)
     kimi = *kimi, g.unsqueeze(-1).expand(*g.shape, 128), beta, state
-    several = [random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (8, 16)]
+    several = {T: random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (2, 4, 8, 16)}
     # Kimi Linear 48B-A3B.
     of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
@@ -319,9 +337,10 @@ def machine_code() -> dict[str, dict[str, int]]:
             layer, *call = random_few(*case, channel_decay=True)
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of channels, {T}": code for name, code in launched.items()}
-        for layer, *call in several:
+        for T, (layer, *call) in several.items():
+            form = "one after the other" if T < delta.LEAST_CHUNK else "chunk"
             launched = launched_code(partial(layer.core, *call))
-            found |= {f"{name} of several": code for name, code in launched.items()}
+            found |= {f"{name} of {T}, {form}": code for name, code in launched.items()}
     return {name: counts(code) for name, code in found.items()}
 
 

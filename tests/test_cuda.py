@@ -1134,12 +1134,15 @@ def test_a_long_prompt_by_kernels_is_the_plain_one(family, format, layers):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("last", (None, (4, -1, 7)))
-def test_few_tokens_of_a_delta_layer(last):
+@pytest.mark.parametrize("tokens", (2, 4, 8, 16))
+@pytest.mark.parametrize("accepted", ((3, None, 0), (16, 1, 9)))
+@pytest.mark.parametrize("padded", (False, True))
+def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
     """The fused kernels against PyTorch, in a graph, at Qwen3.6-35B-A3B's sizes: the result, and
     all that the state keeps.
     """
-    sizes = 3, 8, 16, 32, 128, 128, 4, last, (3, None, 0)
+    last = (tokens // 2, -1, tokens - 1) if padded else None
+    sizes = 3, tokens, 16, 32, 128, 128, 4, last, accepted
     layer, projected, context = random_few(*sizes, torch.bfloat16)
     layer, projected = layer.cuda(), projected.cuda()
     layer.state.arrivals = layer.state.arrivals.cuda()  # no buffer: it is no state
@@ -1158,10 +1161,10 @@ def test_few_tokens_of_a_delta_layer(last):
         buffer.copy_(value)
     graph.replay()
     for row in range(3):
-        real = 8 if last is None else last[row] + 1
+        real = tokens if last is None else last[row] + 1
         if real:
             assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
-    used = {"ba": 8, "inputs": 11}
+    used = {"ba": tokens, "inputs": 3 + tokens}
     for name, buffer in layer.state.named_buffers():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name

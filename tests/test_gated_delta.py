@@ -187,7 +187,7 @@ def without_a_gpu(**variables: str) -> dict:
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
     assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
-    assert len(errors) == 33
+    assert len(errors) == 50
     for case, found in errors.items():  # the order of sums of g differs
         assert max(found) < (2e-2 if case.endswith("bf16") else 2e-5), (case, found)
 
@@ -195,11 +195,18 @@ def test_the_kernels_compute_what_the_plain_forms_do():
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h200():
     found = without_a_gpu()
-    for name in [name for name in found if name.startswith(("_update", "_finish"))]:
+    for name in [name for name in found if name.startswith("_update")]:
         counts = found.pop(name)
-        assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, name
-        if name.startswith("_update"):  # the state is loaded before the wait
-            assert counts["ahead"] >= 8
+        assert counts["waits"] == counts["starts"] == 1, name
+        assert counts["ahead"] >= 8  # the state is loaded before the wait
+        is_chunk = name.endswith("chunk")
+        # Triton 3.6 moves the state to shared memory before the wait, 3.9 after it.
+        assert counts["spills"] <= (24 if is_chunk else 0), name
+        if is_chunk:
+            assert counts["products"] and not counts["overwritten"] and not counts["narrow"], name
+            # GPUs of compute capability 8.6 to 8.9, and 12.0, have 99 KB.
+            assert counts["shared"] <= 99 << 10 and counts["instructions"] < 3500, (name, counts)
+            continue
         # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers.
         # Decays of channels are a product more for each number of the state.
         most = 2300 if "of channels" in name else 2000

@@ -14,11 +14,13 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 `last` + 1 are real; M tokens that `Pending` has memory for.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ops.attention.delta_chunk import prepare_few, read_few
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
     WARPS,
@@ -37,6 +39,7 @@ from ops.attention.delta_state import (
     load_past,
     load_taps,
     memory_row,
+    norm_head,
     read_and_update,
     softplus,
     sum_past,
@@ -44,9 +47,16 @@ from ops.attention.delta_state import (
     with_even_rows,
 )
 from ops.inductor import custom_op
-from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
 from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
+
+# Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
+# takes as long, of 8 7.2 us and of 16 8.2. So do those with a decay for each channel: its products
+# of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So do models in
+# other dtypes than bf16: parts of the state for tensor cores then spill registers.
+LEAST_CHUNK = 5
+CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/attention/delta_prompt.py
 
 
 class Gates(NamedTuple):
@@ -114,14 +124,6 @@ def _load_gates(at, rate, bias):
 
 
 @jit
-def _norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalize what a token has read of a head. gate: its factor, with the norm's weight."""
-    out = out.to(DTYPE).to(tl.float32)
-    square = tl.sum(tl.sum(out * out, 3, keep_dims=True), 1, keep_dims=True)
-    return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
-
-
-@jit
 def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
     """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `_find_gates`."""
     qkvz += token * s.row
@@ -154,7 +156,7 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
         decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
         out, old = read_and_update(old, qk, v, decay, share, s)
         factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-        out = _norm_head(out, factor * gates[2], s, DTYPE)
+        out = norm_head(out, factor * gates[2], s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(real, tokens):
@@ -226,6 +228,8 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     value_inputs = load_past(newest, values, s)
     value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
+    if s.own > 0:
+        few = prepare_few(old, newest, weights, s.first_value + head * CV, s)
     if SHARING > 1:
         # 1 + 0. The compiler cannot know this, as the 0 comes from other lanes and warps.
         read ^= key_past.to(tl.int32, bitcast=True)
@@ -237,7 +241,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV + columns
+        y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
         new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
@@ -249,7 +253,7 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         out, new = read_and_update(old, qk, v, decay, share, s)
         if exists:  # first, so that the store is in flight while the head is normalized
             tl.store(state, tl.reshape(new, state.shape))
-        out = _norm_head(out, factor, s, DTYPE)
+        out = norm_head(out, factor, s, DTYPE)
         tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
         if exists:
             if first > 0:
@@ -260,22 +264,28 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
                 keep_inputs(window, key_inputs[1:] + (new_keys,), None, keys, tokens, None, s)
     else:
         begin = place * 0
-        if qkvz is not None:
+        if s.own > 0:
+            begin, first_value = place + 1, s.first_value + head * CV
+            kept = window, _pending_gates_at(pending, row, 0, head, s), first_value
+            own_keys, counts = (keys, key_taps, key_inputs), (real, tokens)
+            read_few(qkvz, found[0], y, few, own_keys, (rate, bias), kept, counts, moves_keys, s)
+        elif qkvz is not None:
             begin = place + 1
             past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
             factors, places = (rate, bias, weight), (keys, values, is_first)
             _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + row * H + head, begin)
-            if qkvz is not None:
-                for token in range(tokens):
-                    kept = _pending_gates_at(pending, row, token, head, s)
-                    tl.store(kept, tl.load(found[0] + token * s.ba_row))
-                    _, a = _own_gates_at(found, token, s)
-                    tl.store(kept + _pending_decays(head, s), tl.load(a))
-            keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
-            if moves_keys:
-                keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
+            if s.own == 0:  # else it is done
+                if qkvz is not None:
+                    for token in range(tokens):
+                        kept = _pending_gates_at(pending, row, token, head, s)
+                        tl.store(kept, tl.load(found[0] + token * s.ba_row))
+                        _, a = _own_gates_at(found, token, s)
+                        tl.store(kept + _pending_decays(head, s), tl.load(a))
+                keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
+                if moves_keys:
+                    keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
 
@@ -326,11 +336,19 @@ def delta_tokens(
     own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
     rows = qkvz.stride(1), own.ba.stride(1)
     s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels, sigmoid_gate)
+    s = replace(s, **chunk_of(T, s, qkvz.dtype))
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
     y = qkvz.new_empty(B, T, H * CV)
     tensors = qkvz, own, memory, arrivals, y
     launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
     return y
+
+
+def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
+    """Return how a call's tokens are computed: settings of `DeltaSettings`."""
+    if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
+        return {}
+    return dict(own=triton.next_power_of_2(tokens), precision=CHUNK_PRECISION[dtype])
 
 
 @delta_tokens.register_fake

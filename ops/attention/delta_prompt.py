@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.delta_channels import Decayed, decay_channels
+from ops.attention.delta_chunk import decay_between, dot_fp32, invert_unit_lower
 from ops.attention.delta_state import COLUMNS, fit_tiles
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
@@ -91,61 +92,6 @@ def _inverse_norm(x):
 
 
 @jit
-def _decay_between(total):
-    """total [T], sums of g -> the decay of token i since token j <= i; 0 for later j: [T, T]."""
-    i = tl.arange(0, total.shape[0])
-    between = total[:, None] - total[None, :]
-    return tl.exp(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
-
-
-@jit
-def _split(x):
-    """Split fp32 into three bf16 that sum to it, but for its last bit."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@jit
-def _dot(x, y, sums, PRECISION: tl.constexpr):
-    """sums + x @ y, of which one is fp32 and the other as stored.
-
-    If that is bf16, products of bf16 are as exact as fp32, in half the time of tf32x3.
-    """
-    if x.dtype == tl.bfloat16:
-        high, middle, low = _split(y)
-        if PRECISION == "tf32x3":
-            sums = tl.dot(x, low, sums)
-        return tl.dot(x, high, tl.dot(x, middle, sums))
-    elif y.dtype == tl.bfloat16:
-        high, middle, low = _split(x)
-        if PRECISION == "tf32x3":
-            sums = tl.dot(low, y, sums)
-        return tl.dot(high, y, tl.dot(middle, y, sums))
-    else:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32), sums, input_precision=PRECISION)
-
-
-@jit
-def _invert_unit_lower(system, s: tl.constexpr):
-    """Invert I + system, which is strictly lower triangular [T, T], T = 16 to 64.
-
-    Join pairs of inverted blocks of 1, 2, 4, ... tokens: [[A, 0], [C, B]] has the inverse
-    [[A', 0], [-B' C A', B']]. Powers of the system, which need fewer steps, grow without bound and
-    cancel.
-    """
-    i = tl.arange(0, system.shape[0])
-    apart = i[:, None] ^ i[None, :]
-    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
-    for level in range(1, s.levels):
-        corner = tl.where(apart >> level == 1, system, 0.0)
-        product = tl.dot(corner, inverse, input_precision=s.precision)
-        inverse -= tl.dot(inverse, product, input_precision=s.precision)
-    return inverse
-
-
-@jit
 def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.constexpr):
     """Store right @ x [T, C] at `solved`, in blocks of columns: all do not fit into registers."""
     BLOCK: tl.constexpr = min(C, 64)
@@ -156,7 +102,7 @@ def _store_solved(right, x, solved, is_real, C: tl.constexpr, PRECISION: tl.cons
         if BLOCK < 64:  # as in `_take_in`
             sums = tl.dot(right, tokens.to(tl.float32), sums, input_precision="tf32x3")
         else:
-            sums = _dot(right, tokens, sums, PRECISION)
+            sums = dot_fp32(right, tokens, sums, PRECISION)
         tl.store(solved + c, sums)
 
 
@@ -176,7 +122,7 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
     place = ((sequence * s.heads + head) * chunks + chunk) * T + row
     if s.channel_decay:
         products = tl.load(systems.decayed.products + (place * T + column))
-        inverse = _invert_unit_lower(beta[:, None] * products, s)
+        inverse = invert_unit_lower(beta[:, None] * products, s.levels, PRECISION)
         right, keys, is_kept = inverse * beta[None, :], systems.decayed.begun + place * CK, i < T
     else:
         g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
@@ -189,13 +135,13 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
         tl.store(systems.factors + (first * 2 * T + i), q_scale * tl.exp(total))
         tl.store(systems.factors + (first * 2 * T + T + i), k_scale * tl.exp(whole - total))
         tl.store(systems.kept + first, tl.exp(whole))
-        decay = _decay_between(total) * k_scale[None, :]
+        decay = decay_between(total) * k_scale[None, :]
         products = tl.dot(queries, tl.trans(x), input_precision=PRECISION) * decay
         products *= q_scale[:, None]
         tl.store(systems.scores + place * T + column, products)
         products = tl.dot(x, tl.trans(x), input_precision=PRECISION) * decay
         system = tl.where(row > column, (beta * k_scale)[:, None] * products, 0.0)
-        inverse = _invert_unit_lower(system, s)
+        inverse = invert_unit_lower(system, s.levels, PRECISION)
         right, is_kept = inverse * (beta * tl.exp(total) * k_scale)[None, :], is_real
         keys = tokens.k + key + rows[:, None] * QK_TOKEN
     _store_solved(right, keys, systems.solved_keys + place * CK, is_kept, CK, PRECISION)
@@ -213,7 +159,7 @@ def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
     correction = tl.trans(correction)
     if rest is not None:
         change = tl.dot(correction.to(tl.bfloat16), rest, change)
-    change = _dot(correction, written, change, "tf32x3")
+    change = dot_fp32(correction, written, change, "tf32x3")
     return state * remains + tl.trans(change)
 
 
@@ -252,7 +198,7 @@ def _scan_chunks(
             correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         if s.channel_decay:
             y = tl.zeros([T, COLUMNS], tl.float32)
-            y = _dot(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
+            y = dot_fp32(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
         else:
             if s.is_delta:
                 factors = systems.factors + (first + chunk) * 2 * T + i
@@ -264,14 +210,14 @@ def _scan_chunks(
                 total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
                 read, write, remains = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
             queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
-            y = _dot(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
+            y = dot_fp32(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
             y *= read[:, None]
         if s.is_delta:
             products = tl.load(scores)
         else:
             written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             products = tl.dot(queries, tl.trans(written), input_precision=s.precision)
-            products *= _decay_between(total)
+            products *= decay_between(total)
             x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV + columns
             x = tl.load(x, mask=is_real[:, None], other=0.0).to(tl.float32)
             y += skip * x

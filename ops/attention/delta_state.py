@@ -63,6 +63,8 @@ class DeltaSettings:
     ba_row: int
     channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
+    own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
+    precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
     gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
@@ -73,6 +75,8 @@ class DeltaSettings:
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
     blocks = property(lambda s: s.value_dim // s.warp_columns)
     lane_rows = property(lambda s: min(s.key_dim, 128 // s.warp_columns))
+    rows = property(lambda s: 16)  # tokens of a chunk, with padding: a tensor core's rows
+    levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     # Copies of q and k that give each thread one of their numbers.
     copies = property(lambda s: 1 if 2 * s.key_dim >= 32 * WARPS else 2)
 
@@ -185,6 +189,19 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
+
+
+@jit
+def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Normalize what a token has read of a head, or what several have [T, Cv].
+
+    gate: its factor, with the norm's weight.
+    """
+    out = out.to(DTYPE).to(tl.float32)
+    square = tl.sum(out * out, len(out.shape) - 1, keep_dims=True)
+    if len(out.shape) == 4:
+        square = tl.sum(square, 1, keep_dims=True)
+    return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
 
 # A call's tokens, and the pending ones ------------------------------------------------------------

@@ -282,8 +282,8 @@ def dense_product(
 
     silu: of all but the residual.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
-    be parts of longer ones. early: of one token x is loaded before the wait, too, so that the
-    product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
+    be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
+    the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
     None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot
@@ -302,7 +302,7 @@ def dense_product(
     if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
         raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, silu)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, silu, early)
         return y
     fields = dict(eps=eps, groups=groups, scale=scale, silu=silu, early=early)
     if T > 1:

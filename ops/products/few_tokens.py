@@ -31,6 +31,7 @@ class DenseSettings(FewSettings):
     eps: float
     silu: bool = False
     gated: bool = False
+    early: bool = False  # the next kernel starts at once
 
 
 # Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
@@ -63,7 +64,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     if bias is not None:
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
-    await_previous(PDL)
+    await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, None, d, s, False),)
     totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
@@ -203,11 +204,12 @@ def down_few(
     scale: float = 1.0,
     tiles: FewTiles | None = None,
     silu: bool = False,
+    early: bool = False,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
     x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. silu: of all but the
-    residual.
+    residual. early: let the next kernel start at once.
 
     Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
     of programs with more than TILE tokens is a ValueError, too.
@@ -219,8 +221,8 @@ def down_few(
     if norm is not None and tokens > TILE:
         raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
-    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale, eps=eps, silu=silu)
-    s = DenseSettings(**fixed)
+    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
+    s = DenseSettings(**fixed, silu=silu, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.stored), blocks
