@@ -3,7 +3,7 @@
 A chunk's tokens correct the state as one triangular system (Yang et al. 2024, Gated Delta Networks,
 section 3.3). ops/plain/gated_delta.py has the formulas, the letters and the reference. The second
 part is for a few tokens (ops/attention/delta.py): one chunk of ROWS, of which some are padding.
-Their inputs, g and beta are 0. A program has a whole head, so it stores no systems.
+Their g and beta are 0, so they change nothing. A program has a whole head: it stores no systems.
 """
 
 from ops.attention.delta_state import (
