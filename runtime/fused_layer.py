@@ -510,7 +510,7 @@ class FusedMixer:
 
     def multiply(self, normed: Tensor) -> Tensor:
         """normed [T, in] -> up silu(scale down normed), [T, out]."""
-        h = dense.dense_product(normed, self.down, scale=self.scale, silu=True)
+        h = dense.dense_product(normed, self.down, scale=self.scale, activation=SWIGLU)
         return dense.dense_product(h, self.up)
 
 

@@ -255,7 +255,8 @@ def several_tokens(
 def dense_error(layer: Layer, edge: bool = False) -> float:
     """Compare a dense product with a residual, of up to 8 tokens with the norm of x, in fp64.
 
-    edge: x and the norm's weight whose products round to the next power of two.
+    edge: x and the norm's weight whose products round to the next power of two; and SiLU of all but
+    the residual.
     """
     case = layer.case
     weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
@@ -277,14 +278,16 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
             scale=case.scale,
             tiles=tiles,
             out=out[:, 8 : 8 + case.I],
+            activation=SWIGLU if edge else None,
         )
         assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
         found.append(got)
     normed = x.double()
     if has_norm:
         normed = group_norm(normed, norm.double(), case.groups, 1e-5)
-    want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
-    return max(relative(got, want * case.scale + residual.double()) for got in found)
+    want = (normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())) * case.scale
+    want = torch.nn.functional.silu(want) if edge else want
+    return max(relative(got, want + residual.double()) for got in found)
 
 
 class PlainRouting(MoE):

@@ -409,7 +409,7 @@ def test_each_kernel_computes_what_plain_modules_do():
 
 
 def check_dense(cases: tuple[dict, ...]) -> None:
-    """Check the dense product with norm, bias, factor, residual, and a stride of the result."""
+    """Check the dense product: norm, bias, factor, SiLU, residual, and a stride of the result."""
     cases = [{"D": 256, "I": 64, "E": 1, "A": 1} | case for case in cases]
     found = run({"cases": [], "dense": cases}, TRITON_INTERPRET="1", CHECK_BOUNDS="1")["dense"]
     for case, errors in zip(cases, found, strict=True):

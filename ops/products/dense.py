@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
 from ops.products.few_tokens import TILE, FewTiles, down_few
@@ -46,7 +47,7 @@ class SumSettings(Product):
     eps: float = 0.0  # added to the mean square of x, if it is normed
     groups: int = 1  # parts of x, each with a norm of its own
     scale: float = 1.0  # factor of the product and its bias
-    silu: bool = False  # then SiLU
+    activation: Activation | None = None  # then this, of a gate alone
     early: bool = False  # the product waits at its end: x is an earlier kernel's result
     T: int = 1  # tokens of all blocks
     stride: int = 0  # between rows of y, of several tokens
@@ -91,7 +92,7 @@ def _load_biases(bias, experts, factors, rows, s):
 # of several tokens, which share its weights. x is that of all chosen experts, one after the other
 # (s.gather, one token), or one row a token.
 #
-# The result is scale * (product + bias), with `silu` that of it, + residual. An expert's bias has
+# The result is scale * (product + bias), activated if so declared, + residual. An expert's bias has
 # its routing weight.
 #
 # A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
@@ -201,8 +202,8 @@ def _multiply_sum(
                 total += biases
             if s.scale != 1.0:
                 total *= s.scale
-            if s.silu:
-                total = activate(total, 1.0, "silu", 0.0, 1.0)
+            if s.activation is not None:
+                total = activate(total, 1.0, s.activation)
             if residual is not None:
                 total += adds[t].to(tl.float32)
             if PDL and s.early and t == 0:
@@ -276,11 +277,11 @@ def dense_product(
     early: bool = False,
     send: TokenInbox | None = None,
     tiles: Tiles | FewTiles | None = None,
-    silu: bool = False,
+    activation: Activation | None = None,
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
-    silu: of all but the residual.
+    activation: of all but the residual, which is its gate; up is 1.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
     the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
@@ -302,9 +303,9 @@ def dense_product(
     if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
         raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, silu, early)
+        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, activation, early)
         return y
-    fields = dict(eps=eps, groups=groups, scale=scale, silu=silu, early=early)
+    fields = dict(eps=eps, groups=groups, scale=scale, activation=activation, early=early)
     if T > 1:
         tokens = min(T, most)
         fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))

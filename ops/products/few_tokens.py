@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
 from ops.products.few_x import load_fields, token_sums
@@ -29,14 +30,14 @@ class DenseSettings(FewSettings):
     stride: int  # between rows of y
     scale: float
     eps: float
-    silu: bool = False
+    activation: Activation | None = None  # of a gate alone
     gated: bool = False
     early: bool = False  # the next kernel starts at once
 
 
 # Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
 #
-# The result is scale * (product + bias), with `silu` that of it, + residual. All but x is loaded
+# The result is scale * (product + bias), activated if so declared, + residual. All but x is loaded
 # before the wait.
 @jit
 def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
@@ -76,8 +77,8 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         result += biases
     if s.scale != 1.0:
         result *= s.scale
-    if s.silu:
-        result = activate(result, 1.0, "silu", 0.0, 1.0)
+    if s.activation is not None:
+        result = activate(result, 1.0, s.activation)
     if residual is not None:
         result += add
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
@@ -203,13 +204,13 @@ def down_few(
     bias: Tensor | None = None,
     scale: float = 1.0,
     tiles: FewTiles | None = None,
-    silu: bool = False,
+    activation: Activation | None = None,
     early: bool = False,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
-    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. silu: of all but the
-    residual. early: let the next kernel start at once.
+    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. activation: of all
+    but the residual, which is its gate; up is 1. early: let the next kernel start at once.
 
     Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
     of programs with more than TILE tokens is a ValueError, too.
@@ -222,7 +223,7 @@ def down_few(
         raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
     fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
-    s = DenseSettings(**fixed, silu=silu, early=early)
+    s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.stored), blocks
