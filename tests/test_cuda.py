@@ -107,9 +107,10 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
 # fp32 is 0.04 to 0.09. So ours may be this many times as large. It is 1.0 times as large for
 # Nemotron-H, 0.9 for Qwen3.5, whose flips are transformers' own; 2.0 for gpt-oss and 1.6 for
 # PhiMoE, where ours are at other positions (all on a CPU). Plain modules of Qwen4-Exp have 0.04 to
-# 0.18 in four random prompts of 40 tokens, in fp16 a tenth of that.
+# 0.18 in four random prompts of 40 tokens, in fp16 a tenth of that; those of Qwen3-Next 0.038 on an
+# H200, where ours are 1.2 times as large.
 NEAR_TIES = {"gpt_oss": 3.0, "phimoe": 3.0, "qwen3_5_moe": 1.5, "nemotron_h": 1.5}
-NEAR_TIES |= {"qwen4_exp": 1.5}
+NEAR_TIES |= {"qwen3_next": 1.5, "qwen4_exp": 1.5}
 
 
 @pytest.mark.parametrize("limit", (0, 64), ids=("grouped", "gathered"))
