@@ -13,7 +13,7 @@ from ops.attention.gqa import NO_WINDOW, AttentionSettings, attend_tokens, one_p
 from ops.declared import AttentionAdditions
 from ops.launch import can_launch
 from ops.plain.ring import Ring
-from runtime.plain_forms import settings_of, undeclared
+from runtime.plain_forms import has_own_core, settings_of, undeclared
 
 KERNELS = "attend_kernel", "merge_kernel"
 
@@ -111,11 +111,10 @@ class FusedDecodeAttention(Attention):
 def fused_attention(attention: nn.Module) -> nn.Module:
     """Return the layer with the kernel, if it is one that the kernel supports; else the layer.
 
-    A subclass of Attention is one only if its `fused_decode_settings()` lists its additions, and
-    its `core` is no other by its `projections`.
+    A subclass of Attention is one only if its `fused_decode_settings()` lists its additions.
     """
-    own_core = undeclared(attention, Attention) or hasattr(type(attention), "projections")
-    if own_core or not isinstance(attention, Attention):
+    own = undeclared(attention, Attention) or has_own_core(attention)
+    if own or not isinstance(attention, Attention):
         return attention
     return FusedDecodeAttention(attention, settings_of(attention, Attention, AttentionAdditions))
 

@@ -105,6 +105,13 @@ def undeclared(module: nn.Module, plain: type) -> set[str]:
     return changed
 
 
+def has_own_core(module: nn.Module) -> bool:
+    """Whether the class that declares a module has `projections` alone: then `core` is its own."""
+    names = {"fused_decode_settings", "projections"}
+    declared = (names & vars(kind).keys() for kind in type(module).__mro__)
+    return next(filter(None, declared), None) == {"projections"}
+
+
 def settings_of(module: nn.Module, plain: type, kind: type[Additions]) -> Additions:
     """Return what the module adds to the plain class: its `fused_decode_settings`.
 

@@ -262,6 +262,18 @@ def test_sums_of_normed_results_that_one_kernel_cannot_compute_are_refused():
         FusedLayer(first)
 
 
+def test_only_attention_without_a_core_of_its_own_has_the_kernel():
+    """`projections` beside declared additions are other names of products, alone another core."""
+    layers = [
+        block.attention
+        for arch in ("Mixtral-8x7B", "gemma-4-26B-A4B", "Qwen3.8-Flash-Next", "gpt-oss-20b")
+        for block in on_meta(arch, "bf16").layers
+    ]
+    fused = {type(layer).__name__ for layer in layers if fused_attention(layer) is not layer}
+    assert fused == {"Attention", "WindowAttention", "GlobalAttention", "SinkAttention"}
+    assert {type(layer).__name__ for layer in layers} - fused == {"IndexedAttention", "DeltaNet"}
+
+
 def test_a_misspelt_addition_fails():
     """A declaration of an unknown field or activation, or of another class's additions."""
     with pytest.raises(TypeError, match="query_scal"):
