@@ -30,7 +30,7 @@ class DenseSettings(FewSettings):
     stride: int  # between rows of y
     scale: float
     eps: float
-    activation: Activation | None = None  # of a gate alone
+    activation: Activation | None = None  # `up` is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
 
