@@ -262,20 +262,23 @@ class FusedRunner(CompiledRunner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
             return super().logits(model, normed, last)
-        place, D = normed.shape[:2], normed.shape[-1]
-        count = place.numel() if last is None else place[0]
+        (B, Q), D = normed.shape[:2], normed.shape[-1]
+        count = B * Q if last is None else B
         head = self.head if count <= self.max_tokens else None
-        launch = lambda: head.forward(normed.new_empty(count, D))  # noqa: E731
+
+        def launch() -> None:
+            head.forward(normed.new_empty(count, D))
+
         if head is None or not self.runs(("head", count), launch):
             share_code(normed)
             return self.compiled_end_tokens(model, normed, last)
+        x = normed
+        if last is not None and Q > 1:
+            x = x[torch.arange(B, device=x.device), last].unsqueeze(1)
         if head.norm is None:
-            share_code(normed)
-            normed = self.compiled_norm(model, normed)
-        x = normed.flatten(0, 1)
-        if last is not None and place[1] > 1:
-            x = normed[torch.arange(len(normed), device=x.device), last]
-        return head.forward(x).view(*place[: 2 if last is None else 1], -1)
+            share_code(x)
+            x = self.compiled_norm(model, x)
+        return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)
 
     def sample_step(self, rule: Callable) -> Callable:
         compiled = super().sample_step(rule)
