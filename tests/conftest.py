@@ -541,6 +541,13 @@ FAMILIES = {
         )
     ),
 }
+# Families whose small models no fused kernels compute, and why. All others have kernels.
+NOT_FUSED = {
+    "phimoe": "no kernels for Attention, or its norm",  # LayerNorm
+    "deepseek_v2": "no kernels for GroupRoutedMoE",  # of its groups of experts
+    "deepseek_v3": "no kernels for SigmoidRoutedMoE",
+    "kimi_linear": "no kernels for SigmoidRoutedMoE",
+}
 
 
 @dataclass

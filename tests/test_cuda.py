@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from chunks import prompt
-from conftest import FAMILIES, HYBRID_CHECKPOINT
+from conftest import FAMILIES, HYBRID_CHECKPOINT, NOT_FUSED
 from test_batch import Alternating, random_requests, run
 from test_indexed_attention import INDEXES, Peers, inputs
 from test_token_draw import SETTINGS
@@ -210,7 +210,7 @@ def test_a_captured_session_stops_if_logits_are_not_finite(name, value, settings
     session.reset()
     stream = session.stream(ids, 12, settings)
     assert next(stream) == want[0]
-    weight.data[3] = value
+    weight.data.view(-1)[3] = value
     with pytest.raises(NotFiniteError, match="check it with python checkpoint"):
         list(stream)
     weight.data.copy_(saved)
@@ -448,12 +448,6 @@ SHARED = (
     "laguna",
     "qwen4_exp",
 )  # the shared expert has to be as wide as whole ones
-NOT_FUSED = (
-    "phimoe",
-    "gemma4",
-    "kolibri1",
-    *("deepseek_v2", "deepseek_v3", "kimi_linear"),
-)  # groups
 
 
 def check_several_tokens(
@@ -474,7 +468,7 @@ def check_several_tokens(
 
 
 @pytest.mark.parametrize("mode", ("bf16", "fp8b"))
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_FUSED])
 def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
     """Their logits are as near to fp32's as those of plain modules in bf16."""
     configure_inductor()
@@ -489,9 +483,6 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
     want = logits(directory, "cpu", torch.float32, tokens)[0]
     for fused in (False, True):
         model = load_model(directory, "cuda", torch.bfloat16)
-        if name in NOT_FUSED:
-            assert why_not_fused(model, torch.device("cuda"))
-            return
         assert why_not_fused(model, torch.device("cuda")) is None
         model.setup_cache(1, 64)
         runner = FusedRunner(model) if fused else None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FAMILIES, NOT_FUSED
 
 import model
 import tp
@@ -25,7 +26,7 @@ from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
 from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedExperts, FusedLayer, NoExperts, fused_layers, stack
 from runtime.kernel_choice import choose_runner, count_fused, describe_kernels, why_not_fused
-from runtime.loading import check_decode_kernels
+from runtime.loading import check_decode_kernels, load_model
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
 from runtime.runner import CompiledRunner
 
@@ -112,6 +113,15 @@ def test_kernels_are_described(monkeypatch):
     assert describe("Qwen3.8-Flash-Next", "int4", hopper) == f"fused (6 of 6 layers; {streams})"
     phi = describe("Phi-3.5-MoE", "bf16", hopper)
     assert phi == "Inductor (layer 0: no kernels for Attention, or its norm)"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_small_models_have_kernels_but_for_those_known(name, make_family, monkeypatch):
+    """The tests on a GPU choose by this which families they run."""
+    monkeypatch.setitem(found, 0, KNOWN["sm_90"])
+    small = load_model(make_family(name).directory, "cpu", torch.bfloat16)
+    why = why_not_fused(small, HOPPER)
+    assert why is None if name not in NOT_FUSED else NOT_FUSED[name] in why
 
 
 def test_other_groups_and_devices_have_none():
