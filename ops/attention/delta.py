@@ -134,6 +134,41 @@ def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
 
 
 @jit
+def _keep_gates(pending, row, head, found, tokens, s: tl.constexpr):
+    """Store b and a of a head of all tokens. found: as of `_find_gates`."""
+    for token in range(tokens):
+        kept = _pending_gates_at(pending, row, token, head, s)
+        tl.store(kept, tl.load(found[0] + token * s.ba_row))
+        _, a = _own_gates_at(found, token, s)
+        tl.store(kept + _pending_decays(head, s), tl.load(a))
+
+
+@jit
+def _read_one(qkvz, found, y, old, sums, taps, gates, places, kept, s: tl.constexpr):
+    """Store what the only token reads of a head, normalized, and the state after it.
+
+    Returns its inputs of q and k, and of v. As `_read_tokens`, but sums: of the convolution over
+    the inputs before it, of q and k, and of v. kept: where the state is, and whether to store it.
+    """
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, is_first = places
+    rate, bias, weight = gates
+    state, exists = kept
+    new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
+    gate = as_tile(tl.load(_output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
+    decay, share = _load_gates(_own_gates_at(found, 0, s), rate, bias)
+    qk = convolve(new_keys, sums[0], taps[0], s)
+    v = convolve(new_values, sums[1], taps[1], s)
+    factor = tl.sigmoid(gate) * weight if s.sigmoid_gate else tl.sigmoid(gate) * weight * gate
+    out, new = read_and_update(old, qk, v, decay, share, s)
+    if exists:  # first, so that the store is in flight while the head is normalized
+        tl.store(state, tl.reshape(new, state.shape))
+    out = norm_head(out, factor, s, DTYPE)
+    tl.store(y, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
+    return new_keys, new_values
+
+
+@jit
 def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
     """Store what each of several tokens reads of a head, normalized; 0 for padding.
 
@@ -238,30 +273,21 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         moves_keys = arrived == SHARING - 1
     await_previous(PDL)
     is_first = lane_row == 0
+    taps, factors = (key_taps, value_taps), (rate, bias, weight)
+    places = keys, values, is_first
     if qkvz is not None:
         qkvz += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
         y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
     if s.is_one:
-        DTYPE: tl.constexpr = y.dtype.element_ty
-        new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-        gate = as_tile(tl.load(_output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
-        decay, share = _load_gates(_own_gates_at(found, 0, s), rate, bias)
-        qk = convolve(new_keys, key_past, key_taps, s)
-        v = convolve(new_values, value_past, value_taps, s)
-        factor = tl.sigmoid(gate) * weight if s.sigmoid_gate else tl.sigmoid(gate) * weight * gate
-        out, new = read_and_update(old, qk, v, decay, share, s)
-        if exists:  # first, so that the store is in flight while the head is normalized
-            tl.store(state, tl.reshape(new, state.shape))
-        out = norm_head(out, factor, s, DTYPE)
-        tl.store(y, tl.reshape(out, columns.shape).to(DTYPE), mask=is_first)
+        sums, kept = (key_past, value_past), (state, exists)
+        new = _read_one(qkvz, found, y, old, sums, taps, factors, places, kept, s)
         if exists:
             if first > 0:
                 tl.store(pending.first + row * H + head, 0)
-            moved = value_inputs[1:] + (new_values,)
-            keep_inputs(window, moved, None, values, tokens, is_first, s)
+            keep_inputs(window, value_inputs[1:] + new[1:], None, values, tokens, is_first, s)
             if moves_keys:
-                keep_inputs(window, key_inputs[1:] + (new_keys,), None, keys, tokens, None, s)
+                keep_inputs(window, key_inputs[1:] + new[:1], None, keys, tokens, None, s)
     else:
         begin = place * 0
         if s.own > 0:
@@ -271,18 +297,13 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
             read_few(qkvz, found[0], y, few, own_keys, (rate, bias), kept, counts, moves_keys, s)
         elif qkvz is not None:
             begin = place + 1
-            past, taps = (key_inputs, value_inputs), (key_taps, value_taps)
-            factors, places = (rate, bias, weight), (keys, values, is_first)
+            past = key_inputs, value_inputs
             _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
         if exists:
             tl.store(pending.first + row * H + head, begin)
             if s.own == 0:  # else it is done
                 if qkvz is not None:
-                    for token in range(tokens):
-                        kept = _pending_gates_at(pending, row, token, head, s)
-                        tl.store(kept, tl.load(found[0] + token * s.ba_row))
-                        _, a = _own_gates_at(found, token, s)
-                        tl.store(kept + _pending_decays(head, s), tl.load(a))
+                    _keep_gates(pending, row, head, found, tokens, s)
                 keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
                 if moves_keys:
                     keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
