@@ -52,7 +52,7 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
+from model import Attention, Chunk, Context, KVCache, ModelArgs
 from models import ARCHITECTURES, family_of
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
@@ -694,15 +694,11 @@ def push_error(
     parts: Tensor,
     rank: int,
     count: int,
-    terms: tuple[Tensor, Tensor] | None = None,
-    residual: Tensor | None = None,
 ) -> float:
     """Return the relative error of one rank's all-reduce of parts [N, ...], one part a rank.
 
     The other ranks have already pushed theirs. The error is infinite if this rank did not push its
     own part, with the number `count + 1` of this call, into the inboxes of all others.
-    terms: [1, A, ...] and their weights, of which this rank's part is the weighted sum.
-    residual: half of the sum is added to it.
     """
     words = torch.nn.functional.pad(
         parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % all_reduce.WORDS)
@@ -717,9 +713,7 @@ def push_error(
     peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
     inbox = all_reduce.Inbox(inboxes[rank], peers, turns, rank)
-    given, weights = (parts[rank], None) if terms is None else terms
-    add = {} if residual is None else {"residual": residual, "scale": 0.5}
-    got = all_reduce.push_all_reduce(given.as_subclass(OnCuda), inbox, parts[rank], weights, **add)
+    got = all_reduce.push_all_reduce(parts[rank].as_subclass(OnCuda), inbox)
     got = got.as_subclass(Tensor).float()
     there = [
         inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others
@@ -729,9 +723,7 @@ def push_error(
         or (turns != count + 1).any()
     ):
         return math.inf
-    want = parts.float().sum(0)
-    want = want if residual is None else residual.float() + 0.5 * want
-    want = want.to(parts.dtype).float()
+    want = parts.float().sum(0).to(parts.dtype).float()
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -764,19 +756,7 @@ def fixed_errors() -> dict[str, float]:
     found |= sandwich_errors()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
-        name, residual = f"sum over {ranks} in {dtype}", torch.randn(parts.shape[1:]).to(dtype)
-        found[name] = push_error(parts, ranks - 2, ranks)
-        found[f"{name} and residual"] = push_error(parts, ranks - 2, ranks, residual=residual)
-        # Small whole numbers, whose sum is the same in any order and in bf16.
-        terms, weights = (
-            torch.randint(-9, 9, (1, 5, 150)).float(),
-            torch.tensor([[1.0, 3.0, 0.0, 2.0, -1.0]]),
-        )
-        parts = torch.randn(ranks, 1, 150).to(dtype)
-        parts[ranks - 2] = weighted_sum(terms, weights)
-        for kind in dict.fromkeys((torch.float32, dtype)):
-            name = f"sum over {ranks} in {dtype} of terms in {kind}"
-            found[name] = push_error(parts, ranks - 2, ranks, (terms.to(kind), weights))
+        found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
     return found
 
 
@@ -830,20 +810,7 @@ def fixed_code() -> dict[str, dict[str, int]]:
         inbox = all_reduce.Inbox(
             x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0
         )
-        cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox, x)
-        cases[f"push_all_reduce and residual over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (x, inbox, x, None, x, 0.5),
-        )
-        terms, weights = torch.randn(1, 2, 4096), torch.rand(1, 2)
-        cases[f"push_all_reduce of terms over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (terms, inbox, x, weights),
-        )
-        cases[f"push_all_reduce of terms in bf16 over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (terms.bfloat16(), inbox, x, weights),
-        )
+        cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox)
     for case, (function, arguments) in cases.items():
         given = arguments[0].as_subclass(OnCuda), *arguments[1:]
         (code,) = launched_code(partial(function, *given)).values()

@@ -80,7 +80,7 @@ def test_rows_of_a_batch_are_copied_and_exchanged(interpreted):
 
 def test_what_is_the_same_on_every_gpu(interpreted):
     errors = interpreted["fixed"]
-    assert len(errors) == 48
+    assert len(errors) == 33
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
 
