@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
-from ops.products.fixed_join import NextNorm, empty_scores, fixed_join
+from ops.products.fixed_join import NextNorm, fixed_join, scores_of
 from ops.products.join import (
     NOTHING,
     Added,
@@ -75,7 +75,7 @@ def all_reduce_add_norm(
 @all_reduce_add_norm.register_fake
 def _(x, y, scale, weight, bias, eps, router) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    return added, normed, empty_scores(x, router)
+    return added, normed, scores_of(normed, router)
 
 
 @custom_op("moe_fast::sum_and_sandwich")
@@ -103,7 +103,7 @@ def _(
     x, y, branch_weights, weight, scalar, next_weight, eps, router
 ) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    return added, normed, empty_scores(x, router)
+    return added, normed, scores_of(normed, router)
 
 
 @custom_op("moe_fast::all_gather")

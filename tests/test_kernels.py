@@ -96,8 +96,8 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # 16 bytes, two words with their counts, to each other rank
             assert counts["sent"] == int(case[-1]) - 1
-        if "scores" in case:  # the prefetch of the norm's weight and a row of the router
-            assert counts["ahead"] >= 4
+        if "fixed" in case:  # the prefetch of the norm's weight
+            assert counts["ahead"] >= 1
 
 
 def test_one_tokens_attention_in_one_kernel(interpreted):

@@ -7,7 +7,7 @@
                           that is normed already has scores alone
     norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
-    fixed_join            x + y, or normed branches; scores or none: compiled blocks
+    fixed_join            x + y, or normed branches; no scores: compiled blocks
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
 equal. Inductor's tile shapes may differ between ranks. `join_tokens` has fixed ones, and adds
@@ -221,7 +221,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             value, inverse = load_branches(memory, call, added, branch_scale, d, s.D, dtype, s)
             value = (add.to(tl.float32) + value) * factor
     elif added.norm is not None:
-        stride = tl.num_programs(0).to(tl.int64) * s.D if not s.rows else s.D
+        stride = tl.num_programs(0).to(tl.int64) * s.D  # several branches have no scores
         branch = added.y + at
         value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
