@@ -78,9 +78,9 @@ from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
-from ops.step.begin import begin_tokens
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_decode import begin_rows
 from tests import interpreter
 from tests.launched_code import launched_code
 
@@ -789,22 +789,13 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(1, 4096, dtype=torch.bfloat16),
         torch.randn(8, 4096, dtype=torch.bfloat16),
     )
-    many = torch.randn(128, 4096, dtype=torch.bfloat16)
-    wide, wide_rows = (
-        torch.randn(1, 6144, dtype=torch.bfloat16),
-        torch.randn(8, 6144, dtype=torch.bfloat16),
-    )
+    wide, wide_norm = torch.randn(1, 6144).bfloat16(), NextNorm(torch.ones(6144), None, 1e-5)
     norm = NextNorm(weight[0], None, 1e-5)
     branches = Added(None, None, weight[:2, None], weight[:2], weight[0], weight[0, :1])
     cases = {
         "fixed_add_norm": (fixed_join, (x, Added(y=x), norm)),
-        "fixed_add_norm with scores": (fixed_join, (x, Added(y=x), norm, weight)),
-        "fixed_add_norm, wide, with scores": (
-            fixed_join,
-            (wide, Added(y=wide), norm._replace(weight=wide[0]), wide_rows),
-        ),
+        "fixed_add_norm, wide": (fixed_join, (wide, Added(y=wide), wide_norm)),
         "fixed_sandwich": (fixed_join, (x, branches, norm)),
-        "fixed_add_norm with many scores": (fixed_join, (x, Added(y=x), norm, many)),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(
@@ -1336,7 +1327,7 @@ def begin_errors() -> dict[str, float]:
         embedding, table = torch.randn(50, D).bfloat16(), torch.randn(200, R)
         tokens, positions = torch.randint(-1, 50, (B, Q)), torch.randint(200, (B, Q))
         tokens[0, 0] = -1
-        x, rope = begin_tokens(tokens, positions, embedding, table)
+        x, rope = begin_rows(tokens, positions, embedding, table)
         want = embedding[tokens.clamp(min=0)], table[positions].unsqueeze(2)
         found[f"{(B, Q, D, R)}"] = float((x != want[0]).sum() + (rope != want[1]).sum())
     return found
