@@ -1,7 +1,7 @@
 """Sublayer's results + residual + norm + router scores, for compiled blocks on several GPUs.
 
 `join_tokens` computes them; ops/products/join.py explains why its shapes are fixed. A GPU without
-kernels runs `join_plainly`, the reference.
+kernels runs `join_plainly`, the reference; so do norms with a bias, kernel by kernel of PyTorch.
 """
 
 from functools import partial
@@ -43,12 +43,12 @@ def fixed_join(
     D, results, x = x.shape[-1], added.y, x.contiguous()
     if x.shape != results.shape[int(added.norm is not None) :]:
         raise ValueError(f"results {list(results.shape)} are not like x {list(x.shape)}")
-    if not can_launch(x):
+    if not can_launch(x) or norm.bias is not None:
         return join_plainly(x, added, norm, router, scale)
     tokens, branches = x.numel() // D, results.numel() // x.numel()
     total, normed = torch.empty_like(x), torch.empty_like(x)
     added = added._replace(y=results.contiguous())
-    tensors = x, added, *norm[:2], Router(), Results(normed, total)
+    tensors = x, added, norm.weight, Router(), Results(normed, total)
     s = Join(D, norm.eps, scale=scale, branches=branches)
     launch(join_tokens, (tokens,), *tensors, settings=s, warps=8)
     return total, normed, scores_of(normed, router)
