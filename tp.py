@@ -14,7 +14,6 @@ and MeanScores, ShardedExperts, GatheredHead.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,13 +47,6 @@ PARALLEL = "tensor", "expert"
 
 
 # Sharded modules ----------------------------------------------------------------------------------
-
-
-class PerExpertOutputs(NamedTuple):
-    """Per-expert outputs, not yet combined: the all-reduce does it in its kernel."""
-
-    outputs: Tensor  # [T, A, D], in the model's dtype or fp32
-    weights: Tensor  # fp32 [T, A]
 
 
 class GatheredHead(nn.Module):
@@ -106,14 +98,11 @@ class AllReduceAddNorm(AddNorm):
         super().__init__()
         self.scale, self.router, self.scores = scale, router, None
 
-    def forward(
-        self, x: Tensor, y: Tensor | PerExpertOutputs, norm: nn.Module
-    ) -> tuple[Tensor, Tensor]:
-        y, weights = y if isinstance(y, PerExpertOutputs) else (y.view_as(x), None)
+    def forward(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         rows = None if self.router is None else self.router.weight
         bias = getattr(norm, "bias", None)
         x, normed, scores = all_reduce_add_norm(
-            x, y, weights, self.scale, norm.weight, bias, norm.eps, rows
+            x, y.view_as(x), self.scale, norm.weight, bias, norm.eps, rows
         )
         if self.router is not None:
             self.scores = scores
@@ -205,16 +194,15 @@ def all_reduced(add_norm: AddNorm, router: Linear | None = None) -> AddNorm:
 class ShardedExperts(Experts):
     """A rank's experts: a part of each (tensor parallel) or some whole ones (expert parallel).
 
-    first, count: the experts of this rank. combines: always return the weighted sum; otherwise
-    return PerExpertOutputs for up to gather_max_tokens tokens.
+    first, count: the experts of this rank.
     """
 
-    def __init__(self, experts: Experts, first: int, count: int, combines: bool):
+    def __init__(self, experts: Experts, first: int, count: int):
         nn.Module.__init__(self)
         self.w13, self.w2, self.activation = experts.w13, experts.w2, experts.activation
         self.kind = type(experts)  # of experts, which has what is between the two products
         self.choose_from = experts.n_expert
-        self.first, self.n_expert, self.combines = first, count, combines
+        self.first, self.n_expert = first, count
         if count < experts.n_expert:
             for module in (self.w13, self.w2):
                 for name, whole in module.named_parameters():
@@ -232,7 +220,7 @@ class ShardedExperts(Experts):
 
     def forward(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
         if self.n_expert == self.choose_from:
-            return self.forward_local(x, expert_indices, expert_weights)
+            return super().forward(x, expert_indices, expert_weights)
         local = expert_indices - self.first
         mine = (local >= 0) & (local < self.n_expert)
         return self.forward_masked(x, local, mine, expert_weights)
@@ -243,14 +231,9 @@ class ShardedExperts(Experts):
         if x.shape[0] <= self.gather_max_tokens:
             # Remap other ranks' experts to a local one with weight 0, which may be in the L2 cache.
             one = torch.where(mine, local, 0).amax(dim=-1, keepdim=True)
-            return self.forward_local(x, torch.where(mine, local, one), expert_weights)
+            return super().forward(x, torch.where(mine, local, one), expert_weights)
         # Other pairs sort after the last group, and are not multiplied.
-        return self.forward_local(x, torch.where(mine, local, self.n_expert), expert_weights)
-
-    def forward_local(self, x: Tensor, expert_indices: Tensor, expert_weights: Tensor):
-        if not self.combines and x.shape[0] <= self.gather_max_tokens:
-            return PerExpertOutputs(self.per_expert(x, expert_indices), expert_weights)
-        return super().forward(x, expert_indices, expert_weights)
+        return super().forward(x, torch.where(mine, local, self.n_expert), expert_weights)
 
     def combine(self, outputs: Tensor, expert_weights: Tensor) -> Tensor:
         """Combine without the pairs that were not multiplied: undefined, and NaN * 0 is NaN."""
@@ -466,9 +449,7 @@ class ModelShard:
                 if parallel == "expert":
                     count //= ranks
                     first = self.rank * count
-                # `merge` of a shared expert needs the combined output.
-                combines = type(block.ffn).merge is not MoE.merge
-                block.ffn.experts = ShardedExperts(experts, first, count, combines)
+                block.ffn.experts = ShardedExperts(experts, first, count)
 
     def insert_collectives(self) -> None:
         """Replace AddNorm, routers and head by modules that communicate. Call it after loading."""

@@ -11,9 +11,9 @@ gives the same bits on all ranks. GB/s are message bytes over time. Without GPUs
 A block's all-reduces are followed by a residual add and a norm
 (`ops.products.fixed_join`). Both together are timed for a token's [1, D].
 Prediction: 1 us more than the all-reduce, since the second kernel starts while the first one waits;
-0.5 us more if it also combines per-expert outputs and computes a router's scores, as in a block. In
-fused decode kernels a product sends its rows itself, and the next kernel receives them; both are
-timed together, after the product alone. Prediction: 1.5 us more than the product.
+0.5 us more if it also computes a router's scores, as in a block. In fused decode kernels a product
+sends its rows itself, and the next kernel receives them; both are timed together, after the product
+alone. Prediction: 1.5 us more than the product.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from cli.command import command
 from cli.parser import Parser
-from model import weighted_sum
 from ops.declared import Routing
 from ops.products.dense import dense_product
 from ops.products.fixed_join import NextNorm, fixed_join
@@ -54,7 +53,7 @@ from parallel.heartbeat import fail
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTHS = 2048, 4096, 6144
 KILOBYTES = 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
-EXPERTS, ACTIVE = 8, 2  # rows of the router, per-expert outputs of the token
+EXPERTS, ACTIVE = 8, 2  # rows of the router, experts of the token
 MANY_EXPERTS = 128
 HEADS = 1024  # numbers of the token that a fused product multiplies
 EPS = 1e-5
@@ -128,8 +127,6 @@ class JoinInputs:
         self.heads = torch.randn(1, HEADS, **own)
         self.wo = torch.randn(D, HEADS, **own) * HEADS**-0.5
         self.y = self.heads @ self.wo.T
-        self.outputs = torch.randn(1, ACTIVE, D, **own)
-        self.expert_weights = torch.rand(1, ACTIVE, device=device)
         self.norm = 1.0, self.router[0], None, EPS  # scale, weight, bias, eps
 
     def by_method(self, method: str) -> tuple[Tensor, ...]:
@@ -137,9 +134,9 @@ class JoinInputs:
         added = Added(y=sum_over_ranks(method, self.y))
         return fixed_join(self.x, added, NextNorm(*self.norm[1:]), scale=self.norm[0])
 
-    def as_in_a_block(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """The same by the chosen method, of per-expert outputs, with a router's scores."""
-        return all_reduce_add_norm(self.x, outputs, self.expert_weights, *self.norm, self.router)
+    def as_in_a_block(self) -> tuple[Tensor, ...]:
+        """The same by the chosen method, with a router's scores."""
+        return all_reduce_add_norm(self.x, self.y, *self.norm, self.router)
 
     def product(self) -> Tensor:
         """The product of a rank by itself, as fused decode kernels compute it."""
@@ -183,23 +180,14 @@ class JoinInputs:
 
 
 def measure_joins(D: int, dtype: torch.dtype, device: torch.device) -> dict:
-    """Return the row of a width: us and same_bits by method, and as in a block.
-
-    A block's per-expert outputs are in `dtype` with plain weights, in fp32 with packed ones.
-    """
+    """Return the row of a width: us and same_bits by method, and as in a block."""
     inputs = JoinInputs(D, dtype, device)
     works = {
         method: (partial(inputs.by_method, method), inputs.y)
         for method in methods(device)
         if can_sum(method, inputs.y.nbytes)
     }
-    outputs = {
-        "as a block has it": inputs.outputs,
-        "as a packed block has it": inputs.outputs.float(),
-    }
-    for name, some in outputs.items():
-        own = weighted_sum(some, inputs.expert_weights)
-        works[name] = partial(inputs.as_in_a_block, some), own
+    works["as a block has it"] = inputs.as_in_a_block, inputs.y
     reset_token_inbox()
     for experts in (EXPERTS, MANY_EXPERTS):
         work = partial(inputs.before_experts, experts)

@@ -184,7 +184,7 @@ class Product:
             default = choose_few(weight, case.product == "gate_up", tile)
         else:
             default = choose_few_tiles(weight, tokens)
-        apart = case.product == "wqkv" and tokens > dense.NORMED[BITS[weight.kind]]
+        apart = case.product == "wqkv" and tokens > dense.IN_REGISTERS[BITS[weight.kind]]
         normed = "normed, " if apart else ""
         found: dict[str, FewTiles | Tiles] = {f"{normed}default: {default}": default}
         if not case.E and TILE < tokens <= 2 * TILE:
@@ -193,10 +193,10 @@ class Product:
         blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
         for tiling in (TILINGS if case.E or not blocked else blocked)[:most]:
             tiles = FewTiles(*tiling)
-            if tiles != default and (case.product != "wqkv" or tokens <= TILE):
-                found[str(tiles)] = tiles
             if case.product == "wqkv":
                 found[f"normed, {tiles}"] = tiles
+            elif tiles != default:
+                found[str(tiles)] = tiles
         if not case.E and tokens <= 2 * max(dense.IN_REGISTERS.values()):
             tilings = [choose_tiles(weight, weight.quads, 1), *tilings_of(weight.quads, 1)]
             plain = [tiles for tiles in tilings if not tiles.stay][: min(most, REGISTER_FORMS)]

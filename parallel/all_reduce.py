@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ops.inductor import custom_op
-from ops.products.fixed_join import NextNorm, empty_scores, fixed_join
+from ops.products.fixed_join import NextNorm, fixed_join, scores_of
 from ops.products.join import (
     NOTHING,
     Added,
@@ -46,7 +46,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 @custom_op("moe_fast::all_reduce")
 def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum x over the ranks."""
-    return _all_reduce(x, None, x)
+    return _all_reduce(x)
 
 
 @all_reduce_sum.register_fake
@@ -58,7 +58,6 @@ def _(x: Tensor) -> Tensor:
 def all_reduce_add_norm(
     x: Tensor,
     y: Tensor,
-    weights: Tensor | None,
     scale: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -67,17 +66,16 @@ def all_reduce_add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce y, then add, norm and compute router scores (`fixed_join`).
 
-    x, y [..., D]. With weights, fp32 [T, A], y is per-expert outputs [T, A, D], which are
-    combined first. Return x + scale * sum, its norm, and the scores.
+    x, y [..., D]. Return x + scale * sum, its norm, and the scores.
     """
-    added = Added(y=_all_reduce(y, weights, x))
+    added = Added(y=_all_reduce(y))
     return fixed_join(x, added, NextNorm(weight, bias, eps), router, scale)
 
 
 @all_reduce_add_norm.register_fake
-def _(x, y, weights, scale, weight, bias, eps, router) -> tuple[Tensor, Tensor, Tensor]:
+def _(x, y, scale, weight, bias, eps, router) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    return added, normed, empty_scores(x, router)
+    return added, normed, scores_of(normed, router)
 
 
 @custom_op("moe_fast::sum_and_sandwich")
@@ -95,7 +93,7 @@ def all_reduce_sandwich(
 
     weight, scalar: as of `Added`. next_weight: of the sum's norm. The rest: as above.
     """
-    y = _all_reduce(y, None, y)
+    y = _all_reduce(y)
     added = Added(y=y, branch_norms=branch_weights, norm=weight, scalar=scalar)
     return fixed_join(x, added, NextNorm(next_weight, None, eps), router)
 
@@ -105,7 +103,7 @@ def _(
     x, y, branch_weights, weight, scalar, next_weight, eps, router
 ) -> tuple[Tensor, Tensor, Tensor]:
     added, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    return added, normed, empty_scores(x, router)
+    return added, normed, scores_of(normed, router)
 
 
 @custom_op("moe_fast::all_gather")
@@ -153,10 +151,8 @@ def all_reduce_add(
     if y is None:
         return run_collective(add_branch, x, added, eps, state().token_inbox, scale)
     if added.norm is not None:
-        return add_branch(x, added._replace(y=_all_reduce(y, None, y)), eps)
-    if _method(x.nbytes) == "push":
-        return run_collective(push_all_reduce, y, state().inbox, x, None, x, scale)
-    return torch.add(x, _all_reduce(y, None, x), alpha=scale)
+        return add_branch(x, added._replace(y=_all_reduce(y)), eps)
+    return torch.add(x, _all_reduce(y), alpha=scale)
 
 
 def all_reduce_add_router(
@@ -178,7 +174,7 @@ def all_reduce_add_router(
         how = dict(added=added, total=total, inbox=state().token_inbox, scale=scale)
         return total, *run_collective(norm_router, x, *args, **how)
     if added.norm is not None:
-        added = added._replace(y=_all_reduce(y, None, y))
+        added = added._replace(y=_all_reduce(y))
         return total, *norm_router(x, *args, added=added, total=total)
     x = all_reduce_add(x, y, scale)
     return x, *norm_router(x, *args)
@@ -187,24 +183,9 @@ def all_reduce_add_router(
 # Methods ------------------------------------------------------------------------------
 
 
-def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [T, A, D], weights fp32 [T, A] -> fp32 [T, D], as model.weighted_sum."""
-    return sum((outputs * weights.unsqueeze(-1)).unbind(1))
-
-
-def _all_reduce(y: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
-    """Sum y over the ranks by the fastest method that supports a message like `like`.
-
-    y has the shape and dtype of `like`. With weights [T, A], y is per-expert outputs
-    [T, A, D], which are combined first; for one token "push" combines them in its kernel.
-    """
-    method = _method(like.nbytes)
-    if weights is not None:
-        if method == "push" and like.numel() == like.shape[-1]:
-            y, weights = y.contiguous(), weights.contiguous()
-            return run_collective(push_all_reduce, y, state().inbox, like, weights)
-        y = _weighted_sum(y, weights).to(like.dtype).view_as(like)
-    return run_collective(sum_over_ranks, method, y.contiguous())
+def _all_reduce(y: Tensor) -> Tensor:
+    """Sum y over the ranks by the fastest method that supports it."""
+    return run_collective(sum_over_ranks, _method(y.nbytes), y.contiguous())
 
 
 def _method(nbytes: int) -> str:
@@ -221,7 +202,7 @@ def sum_over_ranks(method: str, x: Tensor) -> Tensor:
     of ranks.
     """
     if method == "push":
-        return push_all_reduce(x, state().inbox, x)
+        return push_all_reduce(x, state().inbox)
     group = state().group
     if method == "library":
         y = x.clone()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
 from ops.launch import KernelError, compile_only, give_up
+from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
-from ops.step.begin import begin_tokens
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
@@ -57,6 +57,19 @@ def run_combine(mixer: Any, normed: Tensor, products: Tensor) -> Tensor:
 def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
     """Return the residual after a block with mixers."""
     return block.add_ffn(x, y, NO_NORM)[0]
+
+
+def begin_rows(
+    tokens: Tensor, positions: Tensor, embedding: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return embeddings x [B, Q, D] and RoPE [B, Q, 1, R] of tokens at positions, int64 [B, Q].
+
+    embedding [V, D]; table fp32 [S, R], as of `Transformer.make_rope_table`. Inductor would take
+    seconds to import and to compile that.
+    """
+    x = gather_rows(embedding, tokens.flatten(), 1, None)
+    rope = gather_rows(table, positions.flatten(), 1, None)
+    return x.view(*tokens.shape, -1), rope.view(*tokens.shape, 1, -1)
 
 
 def begin_plainly(model: Transformer, tokens: Tensor, span: Tensor) -> tuple[Tensor, Context]:
@@ -133,7 +146,7 @@ class FusedRunner(CompiledRunner):
         return PromptRunner(self.model, self.layers, self.head)
 
     def can_begin_fused(self, model: Transformer) -> bool:
-        """Whether a kernel begins: plain embeddings, and attention by kernels in all layers."""
+        """Whether kernels begin: plain embeddings, and attention by kernels in all layers."""
         plain = Transformer.begin, Transformer.embed
         attentions = [layer.attention.attention for layer in self.layers.values()]
         return (
@@ -152,7 +165,7 @@ class FusedRunner(CompiledRunner):
         model, T = self.model, rows * queries
         tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
         if self.begins_fused:
-            begin_tokens(tokens, tokens, model.embedding.weight, model.rope_table)
+            begin_rows(tokens, tokens, model.embedding.weight, model.rope_table)
         x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
         rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
         context = Context(rope, positions=tokens, last=tokens[:, 0])
@@ -207,8 +220,8 @@ class FusedRunner(CompiledRunner):
         return x, x, context
 
     def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
-        """Begin by a kernel, if those of all layers run: then none reads masks."""
-        launch = partial(begin_tokens, tokens, span, model.embedding.weight, model.rope_table)
+        """Begin by kernels, if those of all layers run: then none reads masks."""
+        launch = partial(begin_rows, tokens, span, model.embedding.weight, model.rope_table)
         if not self.runs(("begin", tokens.shape), launch):
             return None
         x, rope = launch()

@@ -52,7 +52,7 @@ from formats.gguf_blocks import IQ4
 from formats.kv_cache import Int8KVCache
 from formats.packed import grouped_packed
 from formats.quantizer import pack_weight
-from model import Attention, Chunk, Context, KVCache, ModelArgs, weighted_sum
+from model import Attention, Chunk, Context, KVCache, ModelArgs
 from models import ARCHITECTURES, family_of
 from models.layers.gated_attention import GatedAttention
 from models.layers.latent_attention import LatentAttention
@@ -67,7 +67,6 @@ from ops.attention import (
 from ops.attention.gqa import AttentionSettings
 from ops.attention.gqa import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
-from ops.attention.softmax import merge_partial
 from ops.declared import SWIGLU, Activation, AttentionAdditions
 from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
@@ -79,9 +78,9 @@ from ops.products.prompt import grouped_gemm
 from ops.products.tilings import Tiles
 from ops.ranks import all_reduce
 from ops.step import expert_paging
-from ops.step.begin import begin_tokens
 from ops.step.rows import RowMemory, make_planes
 from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_decode import begin_rows
 from tests import interpreter
 from tests.launched_code import launched_code
 
@@ -695,15 +694,11 @@ def push_error(
     parts: Tensor,
     rank: int,
     count: int,
-    terms: tuple[Tensor, Tensor] | None = None,
-    residual: Tensor | None = None,
 ) -> float:
     """Return the relative error of one rank's all-reduce of parts [N, ...], one part a rank.
 
     The other ranks have already pushed theirs. The error is infinite if this rank did not push its
     own part, with the number `count + 1` of this call, into the inboxes of all others.
-    terms: [1, A, ...] and their weights, of which this rank's part is the weighted sum.
-    residual: half of the sum is added to it.
     """
     words = torch.nn.functional.pad(
         parts.flatten(1).view(torch.int32), (0, -parts[0].nbytes // 4 % all_reduce.WORDS)
@@ -718,9 +713,7 @@ def push_error(
     peers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     turns = torch.full(stamped.shape[1:2], count, dtype=torch.int32)
     inbox = all_reduce.Inbox(inboxes[rank], peers, turns, rank)
-    given, weights = (parts[rank], None) if terms is None else terms
-    add = {} if residual is None else {"residual": residual, "scale": 0.5}
-    got = all_reduce.push_all_reduce(given.as_subclass(OnCuda), inbox, parts[rank], weights, **add)
+    got = all_reduce.push_all_reduce(parts[rank].as_subclass(OnCuda), inbox)
     got = got.as_subclass(Tensor).float()
     there = [
         inboxes[other][count + 1 & 1, rank].flatten()[: parts[0].nbytes // 4] for other in others
@@ -730,9 +723,7 @@ def push_error(
         or (turns != count + 1).any()
     ):
         return math.inf
-    want = parts.float().sum(0)
-    want = want if residual is None else residual.float() + 0.5 * want
-    want = want.to(parts.dtype).float()
+    want = parts.float().sum(0).to(parts.dtype).float()
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -765,19 +756,7 @@ def fixed_errors() -> dict[str, float]:
     found |= sandwich_errors()
     for ranks, dtype in itertools.product((2, 3, 4), (torch.float32, torch.bfloat16)):
         parts = torch.randn(ranks, 3, 20 * ranks + 2, dtype=torch.float32).to(dtype)
-        name, residual = f"sum over {ranks} in {dtype}", torch.randn(parts.shape[1:]).to(dtype)
-        found[name] = push_error(parts, ranks - 2, ranks)
-        found[f"{name} and residual"] = push_error(parts, ranks - 2, ranks, residual=residual)
-        # Small whole numbers, whose sum is the same in any order and in bf16.
-        terms, weights = (
-            torch.randint(-9, 9, (1, 5, 150)).float(),
-            torch.tensor([[1.0, 3.0, 0.0, 2.0, -1.0]]),
-        )
-        parts = torch.randn(ranks, 1, 150).to(dtype)
-        parts[ranks - 2] = weighted_sum(terms, weights)
-        for kind in dict.fromkeys((torch.float32, dtype)):
-            name = f"sum over {ranks} in {dtype} of terms in {kind}"
-            found[name] = push_error(parts, ranks - 2, ranks, (terms.to(kind), weights))
+        found[f"sum over {ranks} in {dtype}"] = push_error(parts, ranks - 2, ranks)
     return found
 
 
@@ -810,41 +789,19 @@ def fixed_code() -> dict[str, dict[str, int]]:
         torch.randn(1, 4096, dtype=torch.bfloat16),
         torch.randn(8, 4096, dtype=torch.bfloat16),
     )
-    many = torch.randn(128, 4096, dtype=torch.bfloat16)
-    wide, wide_rows = (
-        torch.randn(1, 6144, dtype=torch.bfloat16),
-        torch.randn(8, 6144, dtype=torch.bfloat16),
-    )
+    wide, wide_norm = torch.randn(1, 6144).bfloat16(), NextNorm(torch.ones(6144), None, 1e-5)
     norm = NextNorm(weight[0], None, 1e-5)
     branches = Added(None, None, weight[:2, None], weight[:2], weight[0], weight[0, :1])
     cases = {
         "fixed_add_norm": (fixed_join, (x, Added(y=x), norm)),
-        "fixed_add_norm with scores": (fixed_join, (x, Added(y=x), norm, weight)),
-        "fixed_add_norm, wide, with scores": (
-            fixed_join,
-            (wide, Added(y=wide), norm._replace(weight=wide[0]), wide_rows),
-        ),
+        "fixed_add_norm, wide": (fixed_join, (wide, Added(y=wide), wide_norm)),
         "fixed_sandwich": (fixed_join, (x, branches, norm)),
-        "fixed_add_norm with many scores": (fixed_join, (x, Added(y=x), norm, many)),
     }
     for ranks in (2, 4, 8):
         inbox = all_reduce.Inbox(
             x, torch.zeros(ranks, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 0
         )
-        cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox, x)
-        cases[f"push_all_reduce and residual over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (x, inbox, x, None, x, 0.5),
-        )
-        terms, weights = torch.randn(1, 2, 4096), torch.rand(1, 2)
-        cases[f"push_all_reduce of terms over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (terms, inbox, x, weights),
-        )
-        cases[f"push_all_reduce of terms in bf16 over {ranks}"] = (
-            all_reduce.push_all_reduce,
-            (terms.bfloat16(), inbox, x, weights),
-        )
+        cases[f"push_all_reduce over {ranks}"] = all_reduce.push_all_reduce, (x, inbox)
     for case, (function, arguments) in cases.items():
         given = arguments[0].as_subclass(OnCuda), *arguments[1:]
         (code,) = launched_code(partial(function, *given)).values()
@@ -857,34 +814,6 @@ def fixed_code() -> dict[str, dict[str, int]]:
             "ahead": asm.partition("ACQBULK")[0].count("LDG.E.128"),
         }
     return found
-
-
-ATTEND = {  # B, Q, H, K, C, S, window, sinks
-    "one token, many parts": (1, 1, 8, 2, 32, 384, None, False),
-    "two sequences, three queries, a window": (2, 3, 4, 2, 16, 256, 100, False),
-    "five queries, sinks": (1, 5, 32, 8, 16, 256, None, True),
-}
-
-
-def attend_error(
-    B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool
-) -> float:
-    """Return the relative error of block-wise attention over an int8 cache against `attend`."""
-    generator = torch.Generator().manual_seed(Q)
-    cache = Int8KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
-    kv = torch.randn(B, S, 2, K, C, generator=generator)
-    k, v = cache.append(kv, Context(torch.empty(0), positions=torch.arange(S).expand(B, S)))
-    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
-    q = torch.randn(B, Q, H, C, generator=generator)
-    sinks = torch.randn(H, generator=generator) if sinks else None
-    bias = causal_bias(positions, S, window, torch.float32)
-    want = attend(q, k, v, bias, sinks)
-    context = Context(torch.empty(0), positions=positions)
-    got, lse = cache.attend_blocks(q, k, v, context, window, return_lse=True)
-    if sinks is not None:
-        share = (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
-        got = (got.unflatten(-1, (H, C)) * share).flatten(2)
-    return ((got - want).norm() / want.norm()).item()
 
 
 TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
@@ -1278,52 +1207,6 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     return found
 
 
-LATENT = {  # B, Q, H, r, R, S, cache class
-    "one query of 16 heads": (1, 1, 16, 64, 16, 1024, KVCache),
-    "one query of 128 heads": (1, 1, 128, 32, 16, 512, KVCache),
-    "a batch, drafts": (3, 5, 12, 32, 32, 512, KVCache),
-    "int8": (1, 1, 16, 64, 16, 1024, Int8KVCache),
-    "int8, a batch, drafts": (2, 3, 24, 32, 16, 512, Int8KVCache),
-}
-
-
-def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
-    """Return the relative error of block-wise latent attention against `attend`."""
-    generator = torch.Generator().manual_seed(Q)
-    rows = B + 1  # a session may have more of them than sequences that it decodes
-    cache = kind((rows, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
-    values = torch.randn(B, S, 1, 1, r + R, generator=generator)
-    everywhere = Context(torch.empty(0), positions=torch.arange(S).expand(B, S))
-    (kv,) = cache.append(values, everywhere)
-    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
-    q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
-    bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
-    want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
-    parts = mla.attend_latent(q, *cache.stored(), positions, r, (r + R) ** -0.5)
-    got = merge_partial(*parts).reshape(B, Q, H, r)
-    return ((got - want).norm() / want.norm()).item()
-
-
-def latent_code() -> dict[str, dict[str, int]]:
-    """Count spills, MMAs and bytes of shared memory in its machine code at DeepSeek's shapes."""
-    found = {}
-    for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
-        cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
-        q, positions = (
-            torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
-            torch.zeros(1, Q, dtype=torch.int64),
-        )
-        call = partial(mla.attend_latent, q, *cache.stored(), positions, 512, 0.1)
-        code = launched_code(call)["_attend_part"]
-        asm = code.asm["sass"]
-        found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
-            "spills": asm.count("STL"),
-            "products": asm.count("MMA"),
-            "shared": code.metadata.shared,
-        }
-    return found
-
-
 LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, each sequence's (first) position
     "DeepSeek-V2-Lite's heads": (16, None, 128, 64, 512, 128, 256, (150,)),
     "GLM-4.7-Flash's heads": (20, 32, 192, 64, 512, 256, 205, (64,)),
@@ -1417,30 +1300,6 @@ def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
     return found
 
 
-def attend_code() -> dict[str, dict[str, int]]:
-    """Count spills and MMAs in its machine code."""
-    found = {}
-    for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
-        cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
-        q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
-        positions = torch.zeros(1, Q, dtype=torch.int64)
-        tensors = q, cache.kv, cache.scale, positions
-        (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
-        asm = code.asm["sass"]
-        found[f"{Q} queries, {H} heads, {K} KV heads"] = {
-            "spills": asm.count("STL"),
-            "products": asm.count("MMA"),
-        }
-    return found
-
-
-def attend_errors() -> dict[str, float]:
-    few = 12 / 132  # programs a multiprocessor: some have several blocks, and some none
-    with mock.patch.object(gqa, "PROGRAMS", few), mock.patch.object(mla, "PROGRAMS", few):
-        latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
-        return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
-
-
 @triton.jit
 def round_to_bf16(x):
     """`heads.to_bf16`, to the nearest in integers."""
@@ -1468,7 +1327,7 @@ def begin_errors() -> dict[str, float]:
         embedding, table = torch.randn(50, D).bfloat16(), torch.randn(200, R)
         tokens, positions = torch.randint(-1, 50, (B, Q)), torch.randint(200, (B, Q))
         tokens[0, 0] = -1
-        x, rope = begin_tokens(tokens, positions, embedding, table)
+        x, rope = begin_rows(tokens, positions, embedding, table)
         want = embedding[tokens.clamp(min=0)], table[positions].unsqueeze(2)
         found[f"{(B, Q, D, R)}"] = float((x != want[0]).sum() + (rope != want[1]).sum())
     return found
@@ -1627,7 +1486,6 @@ INTERPRETED = {
     "dot4": dot4_errors,
     "dot4, few": few_dot4_errors,
     "words": different_words,
-    "attend": attend_errors,
     "token": token_errors,
     "token, few": few_token_errors,
     "queries": partial(queries_errors, FEW_QUERIES),
@@ -1647,11 +1505,9 @@ COMPILED = {
     "grouped, a shape a format": grouped_diagonal_codes,
     "grouped, other shapes": other_codes,
     "dot4": dot4_codes,
-    "attend": attend_code,
     "token": token_code,
     "queries": partial(queries_code, QUERIES_CODE),
     "queries, more": partial(queries_code, MORE_QUERIES_CODE),
-    "latent": latent_code,
     "latent token": latent_token_code,
     "latent tokens": partial(latent_token_code, 8),
     "fixed": fixed_code,

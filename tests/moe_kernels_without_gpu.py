@@ -64,12 +64,12 @@ from models.qwen4_exp import Qwen4ExpArgs
 from models.random_weights import RandomWeights
 from ops.declared import SWIGLU, Activation, Routing
 from ops.plain.mamba2 import group_norm
-from ops.products import dense, expert_tiles, few_tokens, few_x, fragments, quantized_x
+from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
 from ops.products.routing import route
-from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
+from ops.products.weights import BITS, INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
@@ -120,14 +120,6 @@ class Case:
 def dot_twin(a, b, total):
     """Replace `fragments._dot`: the interpreter multiplies bf16 bits as integers."""
     return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-
-
-@triton.jit
-def norm_twin(x, norm):
-    """Replace `few_x._multiply_bf16`."""
-    product = x.to(tl.float32) * norm.to(tl.float32)
-    first = product.to(tl.bfloat16)
-    return first, (product - first.to(tl.float32)).to(tl.bfloat16)
 
 
 class Layer:
@@ -253,7 +245,7 @@ def several_tokens(
 
 
 def dense_error(layer: Layer, edge: bool = False) -> float:
-    """Compare a dense product with a residual, of up to 8 tokens with the norm of x, in fp64.
+    """Compare a dense product with a residual, in registers with the norm of x, in fp64.
 
     edge: x and the norm's weight whose products round to the next power of two; and SiLU of all but
     the residual.
@@ -263,11 +255,14 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     residual = layer.normal(case.tokens, case.I).to(layer.dtype)
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
-    has_norm = case.tokens <= few_tokens.TILE
     bias = layer.bias[0][0, : case.I] if case.biased else None
-    found = []
+    errors, most = [], dense.IN_REGISTERS[BITS[weight.kind]]
     # On tensor cores, and without: programs of up to IN_REGISTERS tokens.
     for tiles in {layer.tiles} if case.groups > 1 else {layer.few_tiles, layer.tiles}:
+        has_norm = isinstance(tiles, moe_tiles.Tiles)
+        if tiles is None:  # the number of tokens decides
+            has_norm = case.tokens <= max(1, most)
+        normed = x.double()
         out = torch.full((case.tokens, case.I + 24), torch.nan)  # a part of longer rows
         got = dense.dense_product(
             x,
@@ -281,13 +276,13 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
             activation=SWIGLU if edge else None,
         )
         assert out[:, :8].isnan().all() and out[:, 8 + case.I :].isnan().all()
-        found.append(got)
-    normed = x.double()
-    if has_norm:
-        normed = group_norm(normed, norm.double(), case.groups, 1e-5)
-    want = (normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())) * case.scale
-    want = torch.nn.functional.silu(want) if edge else want
-    return max(relative(got, want + residual.double()) for got in found)
+        if has_norm:
+            normed = group_norm(normed, norm.double(), case.groups, 1e-5)
+        want = normed @ layer.plain_dense[0].T + (0 if bias is None else bias.double())
+        want *= case.scale
+        want = torch.nn.functional.silu(want) if edge else want
+        errors.append(relative(got, want + residual.double()))
+    return max(errors)
 
 
 class PlainRouting(MoE):
@@ -1018,8 +1013,7 @@ def counts_of_several(case: Case) -> dict[str, dict]:
         expert_tiles.multiply_tiles(x, layer.w13, sort(), h, SWIGLU, tiles=tiles)
         expert_tiles.combine(parts, case.A, x.dtype, x, last=layer.last)
         y = h[:T, : weight.out]
-        scales = dense.Norm(norm, 1e-5) if T <= few_tokens.TILE else None
-        dense.dense_product(x, weight, scales, out=y, tiles=tiles)
+        dense.dense_product(x, weight, out=y, tiles=tiles)
 
     def down() -> None:
         expert_tiles.multiply_tiles(h, layer.w2, sort(), parts, None, layer.routing, tiles=tiles)
@@ -1064,7 +1058,7 @@ def main() -> int:
         # Programs that stay have several tiles.
         moe_tiles.RESIDENT, Weight.multiprocessors = 12, 1
         replace_four_bits()
-        fragments._dot, few_x._multiply_bf16 = dot_twin, norm_twin
+        fragments._dot = dot_twin
         layers = [layer_errors(*pair) for pair in given.get("layers", ())]
         models = [model_error(*pair) for pair in given.get("models", ())]
         found = {"cases": [errors(case) for case in cases], "layers": layers, "models": models}

@@ -20,7 +20,7 @@ def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
     case = "Qwen3-30B-A3B:int4"
     script = "compile_ahead_without_gpu.py"
     found = run_without_gpu(script, case, str(count), TRITON_CACHE_DIR=str(tmp_path))
-    assert {"_begin", "attend_kernel", "merge_kernel", "join_tokens"} < set(found["kernels"])
+    assert {"_gather_rows", "attend_kernel", "merge_kernel", "join_tokens"} < set(found["kernels"])
     assert found["ahead"] == [count or found["tasks"], 0]  # the second run has nothing to do
     assert found["compiled"] > 0 and found["added"] == 0
 
@@ -37,19 +37,22 @@ def test_a_first_token_compiles_nothing_late():
 
 def test_a_kernel_that_does_not_compile_ends_no_other(tmp_path):
     """Its error is a class of ours, which cannot be pickled."""
-    sizes = {"dim": 64, "rope": 32, "block": 48}  # Triton's blocks are powers of two
-    kinds = "int64", "int64", "bfloat16", "float32", "bfloat16", "float32"
     tasks = []
-    for block in (48, 64):
-        fields = {"class": ["ops.step.begin", "Rows"], "fields": sizes | {"block": block}}
-        args = [*({"tensor": kind} for kind in kinds), fields]
-        options = {"num_warps": 1, "PDL": False}
-        kernel = ["ops.step.begin", "_begin"]
-        tasks.append(json.dumps({"kernel": kernel, "args": args, "options": options}))
+    for block in (48, 64):  # Triton's blocks are powers of two
+        sizes = {"bytes": 8, "exchange": False, "block": block}
+        args = [
+            {"tensor": "int64"},
+            0,
+            1,
+            100,
+            {"class": ["ops.step.rows", "Move"], "fields": sizes},
+        ]
+        task = {"kernel": ["ops.step.rows", "_move"], "args": args, "options": {"num_warps": 1}}
+        tasks.append(json.dumps(task))
     helper = compile_helper.Helper()
     found = dict(helper.compile(GPU, tasks, tmp_path))
     helper.close()
-    assert found[0].startswith("_begin") and found[1] is None and any(tmp_path.iterdir())
+    assert found[0].startswith("_move") and found[1] is None and any(tmp_path.iterdir())
 
 
 class FakeHelper:

@@ -80,7 +80,7 @@ def test_rows_of_a_batch_are_copied_and_exchanged(interpreted):
 
 def test_what_is_the_same_on_every_gpu(interpreted):
     errors = interpreted["fixed"]
-    assert len(errors) == 48
+    assert len(errors) == 33
     for case, error in errors.items():  # the interpreter cuts where a GPU rounds to bf16
         assert error < (5e-3 if "bfloat16" in case else 1e-6), case
 
@@ -96,24 +96,8 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
         assert counts["waits"] == counts["starts"] == 1 and counts["spills"] == 0, case
         if "over" in case:  # 16 bytes, two words with their counts, to each other rank
             assert counts["sent"] == int(case[-1]) - 1
-        if "scores" in case:  # the prefetch of the norm's weight and a row of the router
-            assert counts["ahead"] >= 4
-
-
-@pytest.mark.slow
-def test_attention_that_reads_the_blocks_in_use():
-    errors = without_a_gpu("attend", TRITON_INTERPRET="1")["attend"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
-
-
-@pytest.mark.slow
-def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
-    found = without_a_gpu("attend", "latent")
-    assert len(found["latent"]) == 8
-    for case, counts in found["latent"].items():
-        assert counts["products"] and not counts["spills"] and counts["shared"] <= 227 << 10, case
-    for counts in found["attend"].values():
-        assert counts["spills"] == 0 and counts["products"] > 0
+        if "fixed" in case:  # the prefetch of the norm's weight
+            assert counts["ahead"] >= 1
 
 
 def test_one_tokens_attention_in_one_kernel(interpreted):

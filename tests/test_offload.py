@@ -31,7 +31,7 @@ from checkpoint import Checkpoint, Writer
 from formats import FORMATS
 from formats.quantizer import plan_format, quantize
 from generate import embedded_checkpoint, load_model, main
-from model import Experts, ModelArgs, Transformer, weighted_sum
+from model import Experts, ModelArgs, Transformer
 from models import build_model
 from models.gpt_oss import GptOssArgs
 from models.layers.yarn import Yarn
@@ -74,7 +74,7 @@ from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 from runtime.weights import bytes_per_token
 from scripts import study_offload
-from tp import PerExpertOutputs, ShardedExperts
+from tp import ShardedExperts
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -563,10 +563,10 @@ def test_a_source_that_is_no_checkpoint():
     assert all(map(torch.equal, logits, expected))
 
 
-def make_sharded_experts(combines: bool) -> ShardedExperts:
+def make_sharded_experts() -> ShardedExperts:
     """A rank's experts 2, 3 and 4 of the E, with random weights."""
     torch.manual_seed(0)
-    sharded = ShardedExperts(Experts(ARGS), 2, 3, combines)
+    sharded = ShardedExperts(Experts(ARGS), 2, 3)
     for module in (sharded.w13, sharded.w2):
         module.weight.copy_(torch.randn_like(module.weight) * 0.1)
     return sharded
@@ -594,11 +594,10 @@ def offload(experts: ShardedExperts, slots: int) -> OffloadedExperts:
     return OffloadedExperts(copy.deepcopy(experts), storage)
 
 
-@pytest.mark.parametrize("combines", (False, True))
 @pytest.mark.parametrize("slots", (1, 2, 3))
-def test_experts_of_one_rank(slots, combines):
+def test_experts_of_one_rank(slots):
     """Expert parallelism: others' experts are neither loaded nor counted, and add nothing."""
-    sharded = make_sharded_experts(combines)
+    sharded = make_sharded_experts()
     offloaded = offload(sharded, slots)
     for tokens, active in ((1, slots), (1, 1), (9, 2), (40, 4)):
         for _ in range(6):
@@ -606,10 +605,6 @@ def test_experts_of_one_rank(slots, combines):
             ids, x = scores.topk(active).indices, torch.randn(tokens, 64)
             weights = torch.rand(tokens, active)
             found, expected = offloaded(x, ids, weights), sharded(x, ids, weights)
-            per_expert = isinstance(expected, PerExpertOutputs)
-            assert per_expert == (tokens == 1 and not combines)
-            if per_expert:
-                found, expected = weighted_sum(*found), weighted_sum(*expected)
             assert torch.equal(found, expected)
     counts = offloaded.counters()
     assert counts["misses"] + counts["hits"] > 0

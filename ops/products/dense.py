@@ -14,7 +14,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
-from ops.products.few_tokens import TILE, FewTiles, down_few
+from ops.products.few_tokens import FewTiles, down_few
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -223,7 +223,8 @@ def _multiply_sum(
 
 
 # Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.
-# Each program makes integers of its x, for 4 bits (docs/log/speculation.md).
+# Each program makes integers of its x, for 4 bits (docs/log/speculation.md). It norms x, too. On
+# tensor cores that takes more than a kernel of its own: in 4 bits half of all instructions.
 IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 
 
@@ -235,11 +236,6 @@ class Norm(NamedTuple):
     groups: int = 1  # parts of x, each with a norm of its own
 
 
-# Most tokens that each program of a product norms itself. Beyond, a kernel of its own is faster: in
-# 4 bits, norms took a half of the instructions of `_down_few` (docs/log/speculation.md).
-NORMED = {2: 1, 4: 3, 8: TILE, 16: 4}
-
-
 def norm_apart(
     x: Tensor, norm: Tensor, eps: float, weight: Weight, groups: int = 1
 ) -> tuple[Tensor, Norm | None]:
@@ -248,9 +244,9 @@ def norm_apart(
     So too if words have scales: `dense_product` then quantizes x by a kernel of its own. groups: as
     of `Norm`; the normed x, too, if a product cannot norm these.
     """
-    most = NORMED[BITS[weight.kind]]
-    if groups > 1:
-        most = min(most, IN_REGISTERS[BITS[weight.kind]]) if norms_groups(weight, groups) else 0
+    most = IN_REGISTERS[BITS[weight.kind]]
+    if groups > 1 and not norms_groups(weight, groups):
+        most = 0
     if len(x) <= most and not weight.word_scaled:
         return x, Norm(norm, eps, groups)
     rows = norm_tokens(x.view(len(x) * groups, -1), norm.view(groups, -1), eps)
@@ -300,10 +296,10 @@ def dense_product(
     scales, eps, groups = norm or (None, 0.0, 1)
     most = IN_REGISTERS[BITS[weight.kind]]
     few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
-    if groups > 1 and (few or not norms_groups(weight, groups, tiles)):
-        raise ValueError(f"no product norms {groups} groups of x: norm_apart does that")
+    if (norm and few) or (groups > 1 and not norms_groups(weight, groups, tiles)):
+        raise ValueError(f"no product norms {T} tokens of {groups} groups: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, scales, eps, bias, scale, tiles, activation, early)
+        down_few(x, weight, y, residual, bias, scale, tiles, activation, early)
         return y
     fields = dict(eps=eps, groups=groups, scale=scale, activation=activation, early=early)
     if T > 1:

@@ -194,11 +194,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     source = tl.load(order.pairs + tile * TILE + lane_slot)
     begins = spread_begins((source if s.down else source // s.active) * s.width, s)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, begins, d, s, False),)
+        xs = xs + (load_fields(x, begins, d, s),)
     # e2m1 has no registers left for these: fewer programs would run at once.
     if not s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
-    totals, _ = multiply_steps(x, begins, None, weights, row, (tiles, xs, ()), s)
+    totals = multiply_steps(x, begins, weights, row, (tiles, xs), s)
     if s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
     DTYPE: tl.constexpr = x.dtype.element_ty

@@ -1,6 +1,6 @@
 """Dense products of 2 to 64 tokens on tensor cores.
 
-x [T, in] @ weight [out, in]^T, with the norm of x, bias, and residual. ops/products/fragments.py
+x [T, in] @ weight [out, in]^T, with bias and residual. ops/products/fragments.py
 has the loop; ops/products/expert_tiles.py has the products of experts.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_x import load_fields, token_sums
+from ops.products.few_x import load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.units import finish
 from ops.products.weights import GGUF, Weight, WeightTensors
@@ -29,7 +29,6 @@ class DenseSettings(FewSettings):
     blocks: int  # of tokens
     stride: int  # between rows of y
     scale: float
-    eps: float
     activation: Activation | None = None  # `up` is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
@@ -40,7 +39,7 @@ class DenseSettings(FewSettings):
 # The result is scale * (product + bias), activated if so declared, + residual. All but x is loaded
 # before the wait.
 @jit
-def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
+def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
     row = tl.program_id(0) * s.stored
@@ -50,16 +49,13 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
         y += first * s.stride
         if residual is not None:
             residual += first * OUT
-    tiles, norms, xs = (), (), ()
+    tiles, xs = (), ()
     for d in tl.static_range(s.depth):
         tiles = tiles + (load_rows(weights, row, d, s),)
     rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
     if s.stored < s.rows:
         stores &= rows < row + s.stored
-    if norm is not None:
-        for d in tl.static_range(s.x_depth):
-            norms = norms + (load_fields(norm, None, d, s, True),)
     if residual is not None:
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
     if bias is not None:
@@ -67,12 +63,9 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, None, d, s, False),)
-    totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
-    result = tl.sum(totals[0], 0)
-    if norm is not None:
-        result *= tl.rsqrt(token_sums(squares, s) / s.width + s.eps)[None, :]
-    result = finish(result, row_scales, s.kind, x.dtype.element_ty)
+        xs = xs + (load_fields(x, None, d, s),)
+    totals = multiply_steps(x, None, weights, row, (tiles, xs), s)
+    result = finish(tl.sum(totals[0], 0), row_scales, s.kind, x.dtype.element_ty)
     if bias is not None:
         result += biases
     if s.scale != 1.0:
@@ -199,8 +192,6 @@ def down_few(
     weight: Weight,
     y: Tensor,
     residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     bias: Tensor | None = None,
     scale: float = 1.0,
     tiles: FewTiles | None = None,
@@ -209,24 +200,20 @@ def down_few(
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
-    x [T, in], weight [out, in], residual [T, out], norm [in], bias [out]. activation: of all
+    x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of all
     but the residual, which is its gate; up is 1. early: let the next kernel start at once.
 
-    Raises ValueError for more tokens than those of a program that are no multiple of these. A norm
-    of programs with more than TILE tokens is a ValueError, too.
+    Raises ValueError for more tokens than those of a program that are no multiple of these.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
     if blocks * tokens != len(x):
         raise ValueError(f"no kernel for {len(x)} tokens")
-    if norm is not None and tokens > TILE:
-        raise ValueError(f"no norm of {tokens} tokens: join.norm_tokens does that")
     fixed = settings_of(weight, tiles, tokens)
-    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale, eps=eps)
+    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale)
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.stored), blocks
-    x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
-    tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
+    tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y
     launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)

@@ -1,4 +1,4 @@
-"""x of several tokens as fragments: loads, and products with the norm's weight.
+"""x of several tokens as fragments.
 
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
@@ -7,18 +7,17 @@ from ops.launch import jit, tl
 
 
 @jit
-def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr):
+def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr):
     """Load the x of field K of a step, two units of each word -> [tiles * 2 * warps * 32 * vec].
 
     begins: where the row of x of each number begins (`spread_begins`). None: x has the program's
-    tokens, of which the last is that of all past the end. ONE_ROW: x is one row. Words past the end
-    are 0.
+    tokens, of which the last is that of all past the end. Words past the end are 0.
     """
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     FIELDS: tl.constexpr = s.unit_fields
     RUN: tl.constexpr = s.run  # words whose fields are neighbors in x
-    TILES: tl.constexpr = 1 if ONE_ROW else s.tiles
+    TILES: tl.constexpr = s.tiles
     at = tl.arange(0, 64 * WARPS * VEC * TILES)
     if TILES > 1:
         # Of two dimensions: x of two tiles has as many numbers as 16 rows of the weight have units.
@@ -40,7 +39,7 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
         number = word // RUN * (RUN * 2 * FIELDS) + field * RUN + word % RUN
     if begins is not None:
         number += begins[:, None] if TILES > 1 else begins
-    elif not ONE_ROW:
+    else:
         number += tl.minimum(token, s.tokens - 1) * s.width
     RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
     if TILES > 1:
@@ -57,11 +56,11 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
 
 
 @jit
-def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
+def load_fields(x, begins, step, s: tl.constexpr):
     """Load the x of all fields of a step, so that all loads are in flight at once."""
     fields = ()
     for k in tl.static_range(s.unit_fields):
-        fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
+        fields = fields + (_load_field(x, begins, step, k, s),)
     return fields
 
 
@@ -95,44 +94,3 @@ def token_fragments(numbers, s: tl.constexpr):
         numbers = tl.reshape(numbers, [TILES, 2, WARPS, 8, 4, VEC // 2, 2])
         numbers = tl.permute(numbers, (2, 5, 6, 4, 1, 0, 3))
     return tl.reshape(numbers, [WARPS, 8 * max(VEC, 2), 8 * TILES])
-
-
-@jit
-def token_sums(numbers, s: tl.constexpr):
-    """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
-    if s.unit_fields == 1:
-        numbers = tl.reshape(numbers, [s.warps, 8, 8 * s.vec])
-    else:
-        numbers = tl.sum(tl.reshape(numbers, [2, s.warps, 8, 4 * s.vec]), 0)
-    return tl.sum(tl.sum(numbers, 2), 0)
-
-
-@jit
-def _multiply_bf16(x, norm):
-    """Return x * norm as the sum of two bf16 numbers, two at a time."""
-    if tl.target_info.is_cuda():
-        PTX: tl.constexpr = """{
-            .reg .b32 none, minus;
-            mov.b32 none, 0x80008000;
-            fma.rn.bf16x2 $0, $2, $3, none;
-            xor.b32 minus, $0, none;
-            fma.rn.bf16x2 $1, $2, $3, minus;
-            }"""
-        return tl.inline_asm_elementwise(
-            PTX, "=&r,=r,r,r", (x, norm), (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    else:
-        product = x.to(tl.float32) * norm.to(tl.float32)
-        first = product.to(tl.bfloat16)
-        return first, (product - first.to(tl.float32)).to(tl.bfloat16)
-
-
-@jit
-def times_norm(x, norm):
-    """Return x * norm as the sum of two numbers of x's dtype."""
-    if x.dtype == tl.bfloat16 and norm.dtype == tl.bfloat16:
-        return _multiply_bf16(x, norm)
-    else:
-        product = x.to(tl.float32) * norm.to(tl.float32)
-        first = product.to(x.dtype)
-        return first, (product - first.to(tl.float32)).to(x.dtype)

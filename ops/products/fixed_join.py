@@ -1,10 +1,9 @@
 """Sublayer's results + residual + norm + router scores, for compiled blocks on several GPUs.
 
 `join_tokens` computes them; ops/products/join.py explains why its shapes are fixed. A GPU without
-kernels runs `join_plainly`, the reference.
+kernels runs `join_plainly`, the reference; so do norms with a bias, kernel by kernel of PyTorch.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.launch import can_launch, launch
-from ops.products.join import Added, Join, Results, Router, divide_token, join_tokens
+from ops.products.join import Added, Join, Results, Router, join_tokens
 
 
 class NextNorm(NamedTuple):
@@ -24,11 +23,11 @@ class NextNorm(NamedTuple):
     eps: float  # the branches' norms have the same
 
 
-def empty_scores(x: Tensor, router: Tensor | None) -> Tensor:
-    """x [..., D], router [E, D] -> uninitialized scores [T, E]; [0] without a router."""
+def scores_of(normed: Tensor, router: Tensor | None) -> Tensor:
+    """normed [..., D], router [E, D] -> scores [T, E]; [0] without a router."""
     if router is None:
-        return x.new_empty(0)
-    return x.new_empty(x.numel() // x.shape[-1], router.shape[0])
+        return normed.new_empty(0)
+    return F.linear(normed.flatten(0, -2), router)
 
 
 def fixed_join(
@@ -38,28 +37,21 @@ def fixed_join(
 
     added: y like x, times scale; with a norm branches y [B, ..., D]. router [E, D] gives scores
     [T, E]; None gives [0]. Return the sum, the norm and the scores: all GPUs of one kind give the
-    same bits. cuBLAS computes the scores of several tokens: it chooses its kernels by shapes alone,
-    hence the same on all ranks.
+    same bits. cuBLAS computes scores: it chooses its kernels by shapes alone, hence the same on all
+    ranks.
     """
     D, results, x = x.shape[-1], added.y, x.contiguous()
     if x.shape != results.shape[int(added.norm is not None) :]:
         raise ValueError(f"results {list(results.shape)} are not like x {list(x.shape)}")
-    if not can_launch(x):
+    if not can_launch(x) or norm.bias is not None:
         return join_plainly(x, added, norm, router, scale)
     tokens, branches = x.numel() // D, results.numel() // x.numel()
-    total, normed, scores = torch.empty_like(x), torch.empty_like(x), empty_scores(x, router)
-    s, programs, found = Join(D, norm.eps, scale=scale, branches=branches), tokens, Router()
-    stored = Results(normed, total)
-    if router is not None and tokens == 1:
-        N = len(router)
-        programs, rows, share = divide_token(N, D)
-        s = replace(s, N=N, E=N, rows=rows, share=share)
-        found, stored = Router(router), Results(normed, total, scores=scores)
-    tensors = x, added._replace(y=results.contiguous()), *norm[:2], found, stored
-    launch(join_tokens, (programs,), *tensors, settings=s, warps=8)
-    if router is not None and tokens > 1:
-        scores = F.linear(normed.view(-1, D), router)
-    return total, normed, scores
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    added = added._replace(y=results.contiguous())
+    tensors = x, added, norm.weight, Router(), Results(normed, total)
+    s = Join(D, norm.eps, scale=scale, branches=branches)
+    launch(join_tokens, (tokens,), *tensors, settings=s, warps=8)
+    return total, normed, scores_of(normed, router)
 
 
 def join_plainly(
@@ -81,5 +73,4 @@ def join_plainly(
         normed = rms_norm(given, weight=norm.weight).to(x.dtype)
     else:
         normed = F.layer_norm(given, x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
-    scores = x.new_empty(0) if router is None else F.linear(normed.flatten(0, -2), router)
-    return total, normed, scores
+    return total, normed, scores_of(normed, router)

@@ -18,14 +18,13 @@ from memory, x from L2.
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
 multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
 (mxfp4, nvfp4) multiplies the codes. Words of hqq2 have scales of their own: its numbers, and those
-of hqq3, are rounded to 16 bits, as a prompt's are. x times the norm's weight is the sum of two
-16-bit numbers.
+of hqq3, are rounded to 16 bits, as a prompt's are.
 """
 
 from dataclasses import dataclass
 
 from ops.launch import jit, tl, triton
-from ops.products.few_x import load_fields, times_norm, token_fragments
+from ops.products.few_x import load_fields, token_fragments
 from ops.products.pipeline import replace
 from ops.products.units import (
     decode,
@@ -326,11 +325,10 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
 
 
 @jit
-def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
+def _add_products(tiles, totals, fields, s: tl.constexpr):
     """Add a step's products of all tokens to the sums of each tile of weights.
 
-    fields, norms: x, and the norm's weight or None, by `load_fields`. Sums: [warps, rows, 8 tiles].
-    Return them, and the sums of the squares of x.
+    fields: x by `load_fields`. Sums: [warps, rows, 8 tiles].
     """
     DTYPE: tl.constexpr = fields[0].dtype
     VEC: tl.constexpr = s.vec
@@ -343,23 +341,14 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
         sums = [_zeros(s) for _ in tiles]
     factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
     for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
-        parts = ()
-        for i in tl.static_range(JOINED):
-            part = fields[k + i * NEXT]
-            if norms is not None:
-                squares += part.to(tl.float32) * part.to(tl.float32)
-                parts = parts + (times_norm(part, norms[k + i * NEXT]),)
-            else:
-                parts = parts + ((part,),)
-        for i in tl.static_range(len(parts[0])):
-            part = tl.join(parts[0][i], parts[1][i]) if VEC == 1 else parts[0][i]
-            tokens = token_fragments(part, s)
-            if s.has_zeros:
-                x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
-            sums = [
-                _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
-                for n in s.products
-            ]
+        part = tl.join(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
+        tokens = token_fragments(part, s)
+        if s.has_zeros:
+            x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
+        sums = [
+            _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
+            for n in s.products
+        ]
         if s.halves:
             totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
             sums = [_zeros(s) for _ in tiles]
@@ -367,33 +356,26 @@ def _add_products(tiles, totals, squares, fields, norms, s: tl.constexpr):
         sums = totals
     elif s.step_scaled:
         sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
-    return sums, squares
+    return sums
 
 
 @jit
-def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
-    """Multiply the rows from `row` on with x -> sums [warps, rows, 8 tiles], and squares of x.
+def multiply_steps(x, begins, weights, row, ahead, s: tl.constexpr):
+    """Multiply the rows from `row` on with x -> sums [warps, rows, 8 tiles]; if gated, two of them.
 
-    With `s.gated` two such sums. ahead: the first `s.depth` steps of weights, and the first
-    `s.x_depth` of x, and of the norm's weight if there is one.
+    ahead: the first `s.depth` steps of weights, and the first `s.x_depth` of x.
     """
     EACH: tl.constexpr = s.steps // s.turns
-    SIZE: tl.constexpr = 64 * s.warps * s.vec
-    tiles, xs, norms = ahead
+    tiles, xs = ahead
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
-    squares = tl.zeros([SIZE], tl.float32) if norm is not None else 0.0
     for turn in range(0, s.turns):
         for n in tl.static_range(EACH):
-            own = norms[n % s.x_depth] if norm is not None else None
-            tile, part = tiles[n % s.depth], xs[n % s.x_depth]
-            totals, squares = _add_products(tile, totals, squares, part, own, s)
+            totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
             if s.turns > 1 or n + s.depth < s.steps:
                 at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
                 tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, s))
             if s.turns > 1 or n + s.x_depth < s.steps:
                 at = tl.minimum(turn * EACH + n + s.x_depth, s.steps - 1)
-                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s, False))
-                if norm is not None:
-                    norms = replace(norms, n % s.x_depth, load_fields(norm, None, at, s, True))
-    return totals, squares
+                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s))
+    return totals

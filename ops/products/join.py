@@ -7,7 +7,7 @@
                           that is normed already has scores alone
     norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
-    fixed_join            x + y, or normed branches; scores or none: compiled blocks
+    fixed_join            x + y, or normed branches; no scores: compiled blocks
 
 All ranks must compute the same bits, or they choose different experts where two scores are nearly
 equal. Inductor's tile shapes may differ between ranks. `join_tokens` has fixed ones, and adds
@@ -162,7 +162,7 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
-def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
+def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.constexpr):
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
@@ -194,8 +194,6 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             other=0.0,
         )
     scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) if norm is not None else 1.0
-    if offset is not None:
-        shift = tl.load(offset + d, mask=inside, other=0.0).to(tl.float32)
     if added.norm is not None:
         branch_scale = tl.load(added.norm + d, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
@@ -221,7 +219,7 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
             value, inverse = load_branches(memory, call, added, branch_scale, d, s.D, dtype, s)
             value = (add.to(tl.float32) + value) * factor
     elif added.norm is not None:
-        stride = tl.num_programs(0).to(tl.int64) * s.D if not s.rows else s.D
+        stride = tl.num_programs(0).to(tl.int64) * s.D  # several branches have no scores
         branch = added.y + at
         value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
         value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
@@ -244,15 +242,11 @@ def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: t
         if l is not None and added.memory is not None:
             raw = receive_again(memory, raw, added.norm, inverse, factor, s, l)
         value = value.to(tl.float32)  # norm the rounded sum, which the next layer reads
-    if offset is not None:
-        value = tl.where(inside, value - tl.sum(value, 0) / s.D, 0.0)
     if s.normed:
         factor = tl.rsqrt(tl.sum(value * value, 0) / s.D + s.eps)
         value = value * factor
         if not s.unscaled:
             value = value * scale
-    if offset is not None:
-        value += shift
     value = value.to(dtype)
     if s.rows:
         _store_scores(rows, value, biases, router, scores, expert, s)
@@ -359,7 +353,7 @@ def norm_router(
         **messages,
     )
     grid = (programs,) if T == 1 else (programs, T)
-    tensors = x, added, before.norm, None, Router(before.rows, before.bias, of_experts), results
+    tensors = x, added, before.norm, Router(before.rows, before.bias, of_experts), results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, scores
 
@@ -373,7 +367,7 @@ def norm_tokens(
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
-    tensors = x, added, norm, None, Router(), Results(normed, total)
+    tensors = x, added, norm, Router(), Results(normed, total)
     s = Join(D, eps, groups=groups, early=True)
     launch(join_tokens, (T,), *tensors, settings=s, warps=8)
     return normed
@@ -395,6 +389,6 @@ def add_branch(
         s = replace(s, messages=inbox.sizes)
     if added.norm is None:
         s, warps = replace(s, part=PART, early=True), 1
-    tensors = x, added, None, None, Router(), Results(total=total)
+    tensors = x, added, None, Router(), Results(total=total)
     launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
     return total

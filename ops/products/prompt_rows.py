@@ -82,14 +82,15 @@ def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr)
         next_rows += tl.histogram(chosen, s.bins)
 
 
-# Grid [N, blocks]: a program copies a part of one row.
+# Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
+# any row serves as its embedding.
 @jit
 def _gather_rows(x, rows, columns, y, s: tl.constexpr):
     n, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
     inside = column < s.width
     row = n.to(tl.int64)
     if rows is not None:
-        row = tl.load(rows + n).to(tl.int64) // s.active
+        row = tl.maximum(tl.load(rows + n).to(tl.int64), 0) // s.active
     at = column
     if columns is not None:
         at = tl.load(columns + column, mask=inside, other=0)

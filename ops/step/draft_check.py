@@ -64,7 +64,7 @@ def _check_drafts(
     chance = token_draw.uniform(token_draw.noise_key(seed, place, s.stream), at + 0 * place)
     passed += sequence * (n + 1)
     source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1
-    ordered += row * 2 * s.top
+    ordered += row * s.top
     candidates, weight, finite = token_draw.weigh(source, rules, ordered, crowded + row, s)
     has_draft = at < tl.load(last + sequence)
     p, accepted = weight, finite & has_draft

@@ -10,7 +10,7 @@ A token's key is its logit's ordered bits, then its complement: int64, so that k
 the order of keys is the order of `shortlist`, ties included.
 
 A group may have more of the top_k largest keys than it keeps. Then its last one is among them, and
-`draw` searches the whole vocabulary instead: exact, but one program takes about 1 ms for it.
+`draw` searches the whole vocabulary instead: exact, but one program reads it top_k times.
 
 Rows are sequences, or (ops/step/draft_check.py) the tokens of their passes. The T tokens of a
 sequence's pass share controls and `seen`: token i has also seen the pass's tokens up to i.
@@ -105,7 +105,7 @@ def _find_best(
         tl.store(best + n * s.groups, _key(largest, first))
         bits = tl.where(token == first, -(2**31), bits)
     if group == 0:
-        tl.store(ordered + row * 2 * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
+        tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
         tl.store(crowded + row, 0)
 
 
@@ -126,7 +126,7 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
         rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
-        tl.store(ordered + row * 2 * s.top + rank, key, mask=rank < s.top)
+        tl.store(ordered + row * s.top + rank, key, mask=rank < s.top)
         is_last = at >= s.keys - s.groups
         tl.store(crowded + row + 0 * at, 1, mask=is_last & (rank < top_k))
 
@@ -172,32 +172,15 @@ def exponential(key, index):
 
 @jit
 def _search(top_k, source, ordered, s: tl.constexpr):
-    """Store the top_k largest keys of the whole vocabulary at `ordered`, before TOP unordered."""
-    found = ordered + s.top
-    # Of all keys, at least top_k are from `low` on, and fewer from `high` on.
-    low, high = top_k.to(tl.int64) * 0 - (2**63 - 1), top_k.to(tl.int64) * 0 + (2**63 - 1)
-    count = top_k * 0 + s.V
-    while count != top_k:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may overflow
-        n = 0  # keys from there on
-        for start in range(0, s.V, s.chunk):
-            n += tl.sum((_vocabulary_keys(source, start, s) >= middle).to(tl.int32), 0)
-        if n >= top_k:
-            low, count = middle, n
-        else:
-            high = middle
-    first = 0
-    for start in range(0, s.V, s.chunk):
-        keys = _vocabulary_keys(source, start, s)
-        kept = (keys >= low).to(tl.int32)
-        tl.store(found + first + tl.cumsum(kept, 0) - 1, keys, mask=kept != 0)
-        first += tl.sum(kept, 0)
-    tl.debug_barrier()
-    at = tl.arange(0, s.top)
-    key, rank = tl.load(found + at, mask=at < top_k, other=0), tl.zeros([s.top], tl.int32)
+    """Store the top_k largest keys of the whole vocabulary at `ordered`, a pass for each."""
+    found = top_k.to(tl.int64) * 0 + (2**63 - 1)
     for n in range(top_k):
-        rank += (tl.load(found + n) > key).to(tl.int32)
-    tl.store(ordered + rank, key, mask=at < top_k)
+        largest = found * 0 - (2**63 - 1)
+        for start in range(0, s.V, s.chunk):
+            keys = _vocabulary_keys(source, start, s)
+            largest = tl.maximum(largest, tl.max(tl.where(keys < found, keys, -(2**63)), 0))
+        found = largest
+        tl.store(ordered + n, found)
     tl.debug_barrier()
 
 
@@ -252,7 +235,7 @@ def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
     place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
     key = noise_key(tl.load(state.seeds + row), place, 0)
     await_previous(PDL)
-    candidates, weight, finite = weigh(source, rules, ordered + row * 2 * s.top, crowded + row, s)
+    candidates, weight, finite = weigh(source, rules, ordered + row * s.top, crowded + row, s)
     score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
     number = pick(score, candidates, finite, s)
     tl.store(state.token + row, number)
@@ -277,14 +260,13 @@ def draw_tokens(logits: Tensor, state: tuple) -> None:
 def order_largest(
     logits: Tensor, seen: Tensor, passed: Tensor | None, controls: Tensor, s: Draw
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of each row's TOP largest logits in order [R, 2, TOP], and `crowded` [R].
+    """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
-    logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences. The
-    second TOP keys are scratch.
+    logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
-    ordered = torch.empty(R, 2, TOP, dtype=torch.int64, device=device)
+    ordered = torch.empty(R, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
     found = controls, best, ordered, crowded, each
     launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1)
