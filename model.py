@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.inductor import materialize
-from ops.plain.attention import Mask, attend, attend_chunk, make_mask
+from ops.plain.attention import Mask, attend, attend_blocks, attend_chunk, make_mask
 from ops.plain.ring import cache_slots, ring_of
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 from ops.plain.topk import top_k
@@ -364,6 +364,17 @@ class KVCache(nn.Module):
         """Return the stored tensor, and its scales if it is quantized."""
         return self.kv, None
 
+    def reads_blocks(self, queries: int) -> bool:
+        """Whether `attend_blocks` supports this number of queries per KV head."""
+        return True
+
+    def attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context, window: int | None, **options
+    ) -> Tensor:
+        """Attend over the blocks in use. k and v are those that `append` returned."""
+        blocks = context.masks[window].blocks
+        return attend_blocks(q, k, v, context.positions, blocks, window, **options)
+
     def recurrent(self, row: int) -> list[Tensor]:
         """Return the part of a row's memory that cannot go back to any length: none."""
         return []
@@ -451,7 +462,11 @@ class Attention(nn.Module):
         """q [B, Q, H, C], keys and values as the cache returned them -> [B, Q, H * C]."""
         if context.chunk:
             return attend_chunk(q[0], k, v, self.window, None).unsqueeze(0)
-        return attend(q, k, v, context.masks[self.window].bias)
+        H, K, _ = self.heads
+        mask = context.masks[self.window]
+        if mask.blocks and self.cache.reads_blocks(q.shape[1] * H // K):
+            return self.cache.attend_blocks(q, k, v, context, self.window)
+        return attend(q, k, v, mask.bias)
 
 
 # The model ----------------------------------------------------------------------------------------

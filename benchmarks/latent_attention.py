@@ -27,7 +27,7 @@ from ops.attention import mla, softmax
 from ops.attention.mla import Tile
 from ops.attention.softmax import MAX_PARTS
 from ops.inductor import configure_inductor
-from ops.plain.attention import Mask, causal_bias
+from ops.plain.attention import BLOCK, SHORT_CACHE, Mask, blocks_in_use, causal_bias
 from runtime.fused_latent_attention import FusedLatentAttention
 from runtime.fused_layer import choose_attention
 
@@ -59,7 +59,9 @@ def make_context(args: ModelArgs, length: int, position: int, queries: int = 1) 
     """Return the context of tokens from this position on, as in compiled code."""
     device = torch.device("cuda")
     positions = position + torch.arange(queries, device=device).unsqueeze(0)
-    masks = {None: Mask(causal_bias(positions, length, None, torch.bfloat16))}
+    is_long = length > SHORT_CACHE and length % BLOCK == 0
+    blocks = blocks_in_use(positions, length, None) if is_long else None
+    masks = {None: Mask(causal_bias(positions, length, None, torch.bfloat16), blocks)}
     table = build_model(first_layers(args, 1)).make_rope_table(length, device)
     return Context(table[positions].unsqueeze(2), positions=positions, masks=masks)
 

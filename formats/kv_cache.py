@@ -48,5 +48,8 @@ class Int8KVCache(KVCache):
     def stored(self) -> tuple[Tensor, Tensor]:
         return self.kv, self.scale
 
+    def reads_blocks(self, queries: int) -> bool:
+        return False
+
 
 KV_CACHES = {"plain": KVCache, "int8": Int8KVCache}  # plain: in the model's dtype

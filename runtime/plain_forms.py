@@ -49,7 +49,7 @@ TESTED = {
     "Attention.keys_and_values": "d8415812a269",
     "Attention.queries": "ddedfdfb36a1",
     "Attention.clip": "acbe3895ecac",
-    "Attention.attend": "b4da5817d122",
+    "Attention.attend": "792d3460fe8f",
     "Block.forward": "254843635b8b",
     "Block.attend": "441b67112e6a",
 }

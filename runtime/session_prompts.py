@@ -12,6 +12,7 @@ from model import Chunk, Transformer
 from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
+from ops.plain.attention import SHORT_CACHE
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner
@@ -33,7 +34,6 @@ MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
 LONG_CACHE_CHUNK = 8
-SHORT_CACHE = 1024  # positions of a cache that is not long
 
 
 def short_chunk_sizes(

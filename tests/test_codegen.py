@@ -130,6 +130,15 @@ def test_latent_attention_reads_its_cache_as_it_is(name, arch):
     assert found["rounded"] == (name == "Int8KVCache")
 
 
+@pytest.mark.parametrize(
+    "queries", (1, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 32)))
+)
+def test_few_queries_over_a_long_cache_have_a_kernel(queries):
+    """Qwen3-30B-A3B has 8 query heads per KV head: 32 queries are more rows than a block has."""
+    found = generated(f"long_attention {queries}")
+    assert found["extern"] == [] and found["triton"] >= 3  # it was compiled: nothing was raised
+
+
 def test_ranks_communicate_twice_a_block():
     """Two custom operators all-reduce, with the weighted sum and the router's scores included.
 

@@ -45,7 +45,7 @@ from ops.attention.delta_prompt import launch_delta_chunk, launch_ssm_chunk
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
-from ops.plain.attention import attend_chunk
+from ops.plain.attention import SHORT_CACHE, attend_chunk
 from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 from ops.plain.mamba2 import ssm_chunk, ssm_step
 from ops.products import experts as moe_decode
@@ -407,7 +407,7 @@ def test_a_batch_of_three_in_fused_kernels_gives_the_eager_tokens(mode, tmp_path
             check_near_tie(directory, ids, list(first), list(second))
 
 
-@pytest.mark.parametrize("length", (512, 1500), ids=("a short cache", "a long cache"))
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
 @pytest.mark.parametrize("drafts", (2, 4))
 def test_speculation_in_fused_kernels_gives_the_eager_tokens(drafts, length, tmp_path):
     eager, fused, directory = fused_and_eager(tmp_path, "int4", length)
@@ -684,7 +684,10 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
     ),
     ids=("all", "window", "gpt-oss", "latent"),
 )
-def test_a_long_cache_gives_the_cpus_tokens(more):
+def test_a_long_cache_read_in_blocks_gives_the_cpus_tokens(more):
+    """Answers that begin before and after the ends of blocks, of a cache long enough to be read
+    in them.
+    """
     args_class, family, sizes = more
     sizes = {"n_kv_head": 2, "head_dim": 32} | sizes
     args = args_class(
@@ -709,6 +712,7 @@ def test_a_long_cache_gives_the_cpus_tokens(more):
             copy, 1500, SessionOptions(decode_kernels="inductor", compile=True, batch=2)
         ),
     }
+    assert sessions["cuda"].cache_len > SHORT_CACHE
     for lengths in ((1, 120), (127, 128), (700, 250), (1400, 3)):
         prompts = [random_prompt(args, length, seed=length) for length in lengths]
         want = []
@@ -777,7 +781,7 @@ def test_what_the_compiler_times_is_the_gpu_and_not_the_host():
     assert gpu_ms(call) < 0.02
 
 
-@pytest.mark.parametrize("length", (512, 1500), ids=("a short cache", "a long cache"))
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
 @pytest.mark.parametrize("drafts", (2, 6))
 def test_speculation_gives_the_plain_tokens(drafts, length):
     """By lookup, and by the model itself as a draft, of which all is accepted; 6 drafts take the
@@ -796,7 +800,7 @@ def test_speculation_gives_the_plain_tokens(drafts, length):
         assert speculation.statistics()["tokens_per_pass"] > (1 if draft is None else drafts)
 
 
-@pytest.mark.parametrize("length", (512, 1500), ids=("a short cache", "a long cache"))
+@pytest.mark.parametrize("length", (512, 1500), ids=("read whole", "read in blocks"))
 @pytest.mark.parametrize(("drafts", "vocab"), ((1, 0), (3, 0), (7, 0), (3, 1001)))
 def test_a_captured_head_drafts_the_plain_tokens(drafts, vocab, length, hybrid_directory):
     """In fp32 by Inductor: the tokens, passes and accepted drafts of eager code on the CPU.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from functools import partial
 
 import pytest
@@ -21,7 +22,7 @@ from model import Chunk, Context, Experts, KVCache, swiglu
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.gpt_oss import BiasedExpertLinear, clamped_swiglu
 from models.layers.sinks import SinkAttention
-from ops.plain.attention import Mask, attend, attend_chunk
+from ops.plain.attention import BLOCK, Mask, attend, attend_blocks, attend_chunk, blocks_in_use
 from ops.plain.topk import top_k
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -127,6 +128,28 @@ def test_attend_chunk_equals_attend_with_a_mask(Q, earlier, K, G, window):
     torch.testing.assert_close(got, attend(q, k, v, bias[None])[0])
 
 
+@given(
+    B=st.integers(1, 3),
+    Q=st.integers(1, 5),
+    blocks=st.integers(1, 5),
+    window=st.none() | st.integers(1, 700),
+)
+@settings(max_examples=6, deadline=None)
+def test_blocks_in_use_are_those_with_visible_positions(B, Q, blocks, window):
+    S = blocks * BLOCK
+    q, k, v, positions, bias = attention_case(B, Q, S, 2, 2, window)
+    count, order = blocks_in_use(positions, S, window)
+    for row in range(B):
+        read = order[row, 0, 0, : count[row, 0, 0]]
+        inside = torch.zeros(S // BLOCK, dtype=torch.bool).index_fill(0, read.long(), True)
+        seen = (bias[row] == 0).any(0).view(-1, BLOCK).any(1)
+        assert len(read) == inside.sum() == seen.sum() and torch.equal(inside, seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention is slow when it is not compiled
+        got = attend_blocks(q, k, v, positions, (count, order), window)
+    torch.testing.assert_close(got, attend(q, k, v, bias), rtol=1e-4, atol=1e-5)
+
+
 def naive_attention_with_sinks(q, k, v, bias, sinks) -> torch.Tensor:
     """Softmax over positions and the head's sink, whose value is zero, in fp64."""
     groups = q.shape[2] // k.shape[1]
@@ -152,28 +175,31 @@ def sink_attention(heads: int, kv_heads: int, window: int | None, sinks: torch.T
     layer = SinkAttention(args)
     layer.window = window
     layer.sinks.copy_(sinks)
-    layer.allocate(1, 128, KVCache, sinks)
+    layer.allocate(1, BLOCK, KVCache, sinks)
     return layer
 
 
 @given(
     B=st.integers(1, 3),
     Q=st.integers(1, 5),
-    S=st.sampled_from((128, 256, 384)),
+    blocks=st.integers(1, 3),
     K=st.integers(1, 3),
     G=st.integers(1, 3),
     window=st.none() | st.integers(1, 300),
     size=st.sampled_from((0.1, 3.0, 30.0)),
 )
 @settings(max_examples=6, deadline=None)
-def test_every_attention_path_applies_sinks(B, Q, S, K, G, window, size):
+def test_every_attention_path_applies_sinks(B, Q, blocks, K, G, window, size):
+    S = blocks * BLOCK
     q, k, v, positions, bias = attention_case(B, Q, S, K, G, window)
     sinks = torch.randn(K * G, generator=torch.Generator().manual_seed(S)) * size
     want = naive_attention_with_sinks(q, k, v, bias, sinks).float()
     torch.testing.assert_close(attend(q, k, v, bias, sinks), want, rtol=1e-4, atol=1e-5)
     layer = sink_attention(K * G, K, window, sinks)
-    masks = {window: Mask(bias)}
-    got = layer.attend(q, k, v, Context(None, positions=positions, masks=masks))
+    masks = {window: Mask(bias, blocks_in_use(positions, S, window))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention is slow when it is not compiled
+        got = layer.attend(q, k, v, Context(None, positions=positions, masks=masks))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for row in range(B):
         end = int(positions[row, -1]) + 1

@@ -19,7 +19,15 @@ class SinkAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.chunk:
             return attend_chunk(q[0], k, v, self.window, self.sinks).unsqueeze(0)
-        return attend(q, k, v, context.masks[self.window].bias, self.sinks)
+        H, K, C = self.heads
+        mask = context.masks[self.window]
+        if not (mask.blocks and self.cache.reads_blocks(q.shape[1] * H // K)):
+            return attend(q, k, v, mask.bias, self.sinks)
+        y, lse = self.cache.attend_blocks(q, k, v, context, self.window, return_lse=True)
+        # The sink's share of the softmax is taken from all positions alike.
+        share = (lse - self.sinks.float().unsqueeze(-1)).sigmoid()  # [B, H, Q]
+        y = y.unflatten(-1, (H, C)) * share.transpose(1, 2).unsqueeze(-1)
+        return y.to(q.dtype).flatten(2)
 
     def fused_decode_settings(self) -> AttentionAdditions:
         return AttentionAdditions(sinks=self.sinks)

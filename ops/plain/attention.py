@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: one token, a few tokens, a chunk of a prompt.
+"""Attention in plain PyTorch: one token, a few tokens over a long cache, a chunk of a prompt.
 
 They are the reference of the kernels in ops/attention/gqa.py, and run where those do not.
 
@@ -11,17 +11,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ops.inductor import custom_op
 from ops.plain.ring import cache_slots, ring_positions
 
-BLOCK = 128  # positions: the length of a session's cache is a multiple of it
+BLOCK = 128  # positions of a block, the unit in which `attend_blocks` reads a cache
+# Up to this cache length, reading the whole cache is faster than finding the blocks in use.
+SHORT_CACHE = 1024
 
 
 class Mask(NamedTuple):
     """The cache positions that each query of a call attends to."""
 
     bias: Tensor  # [B, Q, S], 0 where a query attends, else -inf
+    # The cache's blocks of BLOCK positions: how many are in use, int32 [B, 1, 1], and all block
+    # indices, int32 [B, 1, 1, S / BLOCK], those in use first. None: read the whole cache.
+    blocks: tuple[Tensor, Tensor] | None = None
 
 
 def make_mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Mask:
@@ -29,12 +35,14 @@ def make_mask(positions: Tensor, length: int, window: int | None, dtype: torch.d
 
     window: of the layers, whose caches are rings if it is shorter. dtype: of the bias.
     """
-    slots = cache_slots(length, window)
-    is_ring = slots < length
-    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+    slots, is_eager = cache_slots(length, window), not torch.compiler.is_compiling()
+    is_ring, blocks = slots < length, None
+    if positions.device.type == "cpu" and is_eager:
         length = int(positions.max()) + 1  # the host knows how much of the cache is in use
+    if slots > SHORT_CACHE and slots % BLOCK == 0 and positions.is_cuda and not is_eager:
+        blocks = blocks_in_use(positions, slots, window)
     keys = ring_positions(positions, slots, length) if is_ring else None
-    return Mask(causal_bias(positions, length, window, dtype, keys))
+    return Mask(causal_bias(positions, length, window, dtype, keys), blocks)
 
 
 def causal_bias(
@@ -114,6 +122,57 @@ def append_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor,
     k, v = (F.pad(t, (0, 8, 1, 0)) for t in (k, v))
     k[..., 0, C] = C**0.5
     return q, k, v
+
+
+def blocks_in_use(positions: Tensor, length: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Find the blocks of a cache that queries at rising positions [B, Q] see.
+
+    length: slots of the cache, which may be a ring. Return `Mask.blocks`: the number of those
+    blocks, int32 [B, 1, 1], and their indices, int32 [B, 1, 1, length / BLOCK], padded by any.
+    """
+    first = (positions[:, :1] - (window or length) + 1).clamp(min=0) // BLOCK  # [B, 1]
+    order = (first + torch.arange(length // BLOCK, device=positions.device)) % (length // BLOCK)
+    count = (positions[:, -1:] // BLOCK + 1 - first).clamp(max=length // BLOCK)
+    return count.to(torch.int32).unsqueeze(-1), order.to(torch.int32)[:, None, None]
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    window: int | None,
+    *,
+    return_lse: bool = False,
+):
+    """Attend with few queries over a long cache, reading only the blocks in use -> as `attend`.
+
+    Call it in compiled code only: eager FlexAttention computes all scores. blocks: from
+    `blocks_in_use`. With a window the cache may be a ring. return_lse: return also the log-sum-exp
+    of each query's scores, fp32 [B, H, Q].
+    """
+    slots, newest = k.shape[2], positions[:, -1]
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        if window is None or window >= slots:
+            return is_visible(positions[b, query], slot, window)
+        key = newest[b] - (newest[b] - slot) % slots  # `ring.slot_positions`
+        return is_visible(positions[b, query], key, window)
+
+    mask = BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, seq_lengths=(q.shape[1], k.shape[2])
+    )
+    options = {"block_mask": mask, "enable_gqa": True}
+    if q.shape[1] * (q.shape[2] // k.shape[1]) > BLOCK:
+        # FlexAttention's kernel for decoding takes at most one block of query rows; else Inductor
+        # fails with "No choices exist for backend". Its other kernel takes any number.
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if not return_lse:
+        return flex_attention(q.transpose(1, 2), k, v, **options).transpose(1, 2).flatten(2)
+    aux = AuxRequest(lse=True)
+    y, sums = flex_attention(q.transpose(1, 2), k, v, **options, return_aux=aux)
+    return y.transpose(1, 2).flatten(2), sums.lse
 
 
 def lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.inductor import custom_op
 
 RING_SPARE = 64  # slots beside the window: the most tokens of a call that reads the ring in place
-RING_MULTIPLE = 128  # slots are a multiple of it, as a whole cache's: `ops.plain.attention.BLOCK`
+RING_MULTIPLE = 128  # slots are a multiple of it: `ops.plain.attention.BLOCK`
 
 
 def cache_slots(length: int, window: int | None) -> int:
