@@ -67,6 +67,7 @@ from ops.attention import (
 from ops.attention.gqa import AttentionSettings
 from ops.attention.gqa import Tile as Blocks
 from ops.attention.mla import LatentSettings, LatentTensors, Tile
+from ops.attention.softmax import merge_partial
 from ops.declared import SWIGLU, Activation, AttentionAdditions
 from ops.plain.attention import Mask, attend, causal_bias
 from ops.plain.ring import cache_slots, slot_positions
@@ -816,6 +817,34 @@ def fixed_code() -> dict[str, dict[str, int]]:
     return found
 
 
+ATTEND = {  # B, Q, H, K, C, S, window, sinks
+    "one token, many parts": (1, 1, 8, 2, 32, 384, None, False),
+    "two sequences, three queries, a window": (2, 3, 4, 2, 16, 256, 100, False),
+    "five queries, sinks": (1, 5, 32, 8, 16, 256, None, True),
+}
+
+
+def attend_error(
+    B: int, Q: int, H: int, K: int, C: int, S: int, window: int | None, sinks: bool
+) -> float:
+    """Return the relative error of block-wise attention over an int8 cache against `attend`."""
+    generator = torch.Generator().manual_seed(Q)
+    cache = Int8KVCache((B, K, S, C), torch.float32, torch.device("cpu"))
+    kv = torch.randn(B, S, 2, K, C, generator=generator)
+    k, v = cache.append(kv, Context(torch.empty(0), positions=torch.arange(S).expand(B, S)))
+    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
+    q = torch.randn(B, Q, H, C, generator=generator)
+    sinks = torch.randn(H, generator=generator) if sinks else None
+    bias = causal_bias(positions, S, window, torch.float32)
+    want = attend(q, k, v, bias, sinks)
+    context = Context(torch.empty(0), positions=positions)
+    got, lse = cache.attend_blocks(q, k, v, context, window, return_lse=True)
+    if sinks is not None:
+        share = (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+        got = (got.unflatten(-1, (H, C)) * share).flatten(2)
+    return ((got - want).norm() / want.norm()).item()
+
+
 TOKEN = {  # B, H, K, C, S, positions, window, rotary_dim, qk_norm, clip, sinks
     "one block": (1, 4, 2, 32, 256, (70,), None, 32, "none", None, False),
     "the first token, Mixtral's grid": (1, 32, 8, 128, 256, (0,), None, 128, "none", None, False),
@@ -1207,6 +1236,52 @@ def queries_code(cases: dict[str, tuple]) -> dict[str, dict[str, int]]:
     return found
 
 
+LATENT = {  # B, Q, H, r, R, S, cache class
+    "one query of 16 heads": (1, 1, 16, 64, 16, 1024, KVCache),
+    "one query of 128 heads": (1, 1, 128, 32, 16, 512, KVCache),
+    "a batch, drafts": (3, 5, 12, 32, 32, 512, KVCache),
+    "int8": (1, 1, 16, 64, 16, 1024, Int8KVCache),
+    "int8, a batch, drafts": (2, 3, 24, 32, 16, 512, Int8KVCache),
+}
+
+
+def latent_error(B: int, Q: int, H: int, r: int, R: int, S: int, kind: type[KVCache]) -> float:
+    """Return the relative error of block-wise latent attention against `attend`."""
+    generator = torch.Generator().manual_seed(Q)
+    rows = B + 1  # a session may have more of them than sequences that it decodes
+    cache = kind((rows, 1, S, r + R), torch.float32, torch.device("cpu"), 1)
+    values = torch.randn(B, S, 1, 1, r + R, generator=generator)
+    everywhere = Context(torch.empty(0), positions=torch.arange(S).expand(B, S))
+    (kv,) = cache.append(values, everywhere)
+    positions = torch.randint(5, S - Q, (B, 1), generator=generator) + torch.arange(Q)
+    q = 3 * torch.randn(B, Q, H, r + R, generator=generator)
+    bias = torch.where(positions.unsqueeze(-1) >= torch.arange(S), 0.0, float("-inf"))
+    want = attend(q, kv, kv[..., :r], bias).unflatten(-1, (H, r))
+    parts = mla.attend_latent(q, *cache.stored(), positions, r, (r + R) ** -0.5)
+    got = merge_partial(*parts).reshape(B, Q, H, r)
+    return ((got - want).norm() / want.norm()).item()
+
+
+def latent_code() -> dict[str, dict[str, int]]:
+    """Count spills, MMAs and bytes of shared memory in its machine code at DeepSeek's shapes."""
+    found = {}
+    for Q, H, kind in itertools.product((1, 5), (16, 128), (KVCache, Int8KVCache)):
+        cache = kind((1, 1, 4096, 576), torch.bfloat16, torch.device("cpu"), 1)
+        q, positions = (
+            torch.zeros(1, Q, H, 576, dtype=torch.bfloat16),
+            torch.zeros(1, Q, dtype=torch.int64),
+        )
+        call = partial(mla.attend_latent, q, *cache.stored(), positions, 512, 0.1)
+        code = launched_code(call)["_attend_part"]
+        asm = code.asm["sass"]
+        found[f"{Q} queries, {H} heads, {kind.__name__}"] = {
+            "spills": asm.count("STL"),
+            "products": asm.count("MMA"),
+            "shared": code.metadata.shared,
+        }
+    return found
+
+
 LATENT_TOKEN = {  # H, q_rank, N, R, r, V, S, each sequence's (first) position
     "DeepSeek-V2-Lite's heads": (16, None, 128, 64, 512, 128, 256, (150,)),
     "GLM-4.7-Flash's heads": (20, 32, 192, 64, 512, 256, 205, (64,)),
@@ -1298,6 +1373,30 @@ def latent_token_code(queries: int = 1) -> dict[str, dict[str, int]]:
                 "shared": code.metadata.shared,
             }
     return found
+
+
+def attend_code() -> dict[str, dict[str, int]]:
+    """Count spills and MMAs in its machine code."""
+    found = {}
+    for Q, H, K, C in ((1, 32, 8, 128), (1, 32, 4, 128), (5, 32, 8, 128), (9, 64, 8, 64)):
+        cache = Int8KVCache((1, K, 4096, C), torch.bfloat16, torch.device("cpu"))
+        q = torch.zeros(1, Q, H, C, dtype=torch.bfloat16)
+        positions = torch.zeros(1, Q, dtype=torch.int64)
+        tensors = q, cache.kv, cache.scale, positions
+        (code,) = launched_code(partial(gqa.attend_int8, *tensors, 1 << 30)).values()
+        asm = code.asm["sass"]
+        found[f"{Q} queries, {H} heads, {K} KV heads"] = {
+            "spills": asm.count("STL"),
+            "products": asm.count("MMA"),
+        }
+    return found
+
+
+def attend_errors() -> dict[str, float]:
+    few = 12 / 132  # programs a multiprocessor: some have several blocks, and some none
+    with mock.patch.object(gqa, "PROGRAMS", few), mock.patch.object(mla, "PROGRAMS", few):
+        latent = {f"latent, {name}": latent_error(*case) for name, case in LATENT.items()}
+        return {name: attend_error(*case) for name, case in ATTEND.items()} | latent
 
 
 @triton.jit
@@ -1486,6 +1585,7 @@ INTERPRETED = {
     "dot4": dot4_errors,
     "dot4, few": few_dot4_errors,
     "words": different_words,
+    "attend": attend_errors,
     "token": token_errors,
     "token, few": few_token_errors,
     "queries": partial(queries_errors, FEW_QUERIES),
@@ -1505,9 +1605,11 @@ COMPILED = {
     "grouped, a shape a format": grouped_diagonal_codes,
     "grouped, other shapes": other_codes,
     "dot4": dot4_codes,
+    "attend": attend_code,
     "token": token_code,
     "queries": partial(queries_code, QUERIES_CODE),
     "queries, more": partial(queries_code, MORE_QUERIES_CODE),
+    "latent": latent_code,
     "latent token": latent_token_code,
     "latent tokens": partial(latent_token_code, 8),
     "fixed": fixed_code,

@@ -100,6 +100,22 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
             assert counts["ahead"] >= 1
 
 
+@pytest.mark.slow
+def test_attention_that_reads_the_blocks_in_use():
+    errors = without_a_gpu("attend", TRITON_INTERPRET="1")["attend"]
+    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
+    found = without_a_gpu("attend", "latent")
+    assert len(found["latent"]) == 8
+    for case, counts in found["latent"].items():
+        assert counts["products"] and not counts["spills"] and counts["shared"] <= 227 << 10, case
+    for counts in found["attend"].values():
+        assert counts["spills"] == 0 and counts["products"] > 0
+
+
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
     assert len(errors) == 4 and all(error < 2e-6 for error in errors.values()), errors

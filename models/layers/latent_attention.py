@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, RMSNorm, new_parameter
+from ops.attention.mla import attend_latent, has_tiles
+from ops.attention.softmax import merge_partial
 from ops.declared import LatentAdditions
 from ops.inductor import materialize
+from ops.launch import can_launch
 from ops.plain import attention
 from ops.plain.rope import rotate
 
@@ -73,11 +76,20 @@ class LatentAttention(nn.Module):
         H, N, R, r = self.sizes
         w_key, w_value = self.wkv.split((N, self.wkv.shape[1] - N), dim=1)
         q = torch.cat((torch.einsum("bqhn,hnr->bqhr", q, w_key), rotated), dim=-1)
-        v = kv.split((r, R), dim=-1)[0]
-        # `attend` scales by the heads' width ** -0.5. Materialized as in Attention.core.
-        q = materialize(q * (self.scale * (r + R) ** 0.5))
-        y = attention.attend(q, kv, v, context.masks[None].bias).unflatten(-1, (H, r))
+        v, mask = kv.split((r, R), dim=-1)[0], context.masks[None]
+        if mask.blocks and has_tiles(R, r) and can_launch(q, "_attend_part"):
+            y = self.attend_blocks(materialize(q), context.positions)
+        else:
+            # `attend` scales by the heads' width ** -0.5. Materialized as in Attention.core.
+            q = materialize(q * (self.scale * (r + R) ** 0.5))
+            y = attention.attend(q, kv, v, mask.bias).unflatten(-1, (H, r))
         return materialize(torch.einsum("bqhr,hvr->bqhv", y, w_value).flatten(2))
+
+    def attend_blocks(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q [B, Q, H, r + R] -> [B, Q, H, r]; read only the cache's blocks in use."""
+        codes, scale = self.cache.stored()
+        parts = attend_latent(q, codes, scale, positions, self.sizes[-1], self.scale)
+        return merge_partial(*parts).unflatten(1, q.shape[1:3]).to(q.dtype)
 
     def fused_decode_settings(self) -> LatentAdditions:
         return LatentAdditions(self.sizes, self.scale)

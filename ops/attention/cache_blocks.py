@@ -68,11 +68,11 @@ def join_numbers(x, C: tl.constexpr):
 
 
 @jit
-def add_block(softmax, queries, keys, values, seen, INT8: tl.constexpr):
+def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: tl.constexpr):
     """Add a block of positions to a softmax: row_max [M], row_sum [M], accs [M, C].
 
     queries and accs are split as by `split_numbers`; keys and values as of `load_block`. seen:
-    which positions a row sees.
+    which positions a row sees. SCALE: a factor of scores that queries lack.
     """
     row_max, row_sum, accs = softmax
     dtype: tl.constexpr = queries[0].dtype
@@ -81,6 +81,8 @@ def add_block(softmax, queries, keys, values, seen, INT8: tl.constexpr):
     if INT8:
         scores = dot(queries[1], tl.trans(k[1]), scores)
         scores *= keys[1][None, :]
+    if SCALE != 1.0:
+        scores *= SCALE
     value_scale = values[1] if INT8 else None
     weights, rescale, row_max, row_sum = weigh(scores, row_max, row_sum, value_scale, seen, dtype)
     even = dot(weights, v[0], accs[0] * rescale)

@@ -13,6 +13,8 @@ so do thread block clusters, which exchange parts through shared memory (H100).
 No program waits for another: each computes the keys and values of the call's own tokens itself, and
 reads only earlier positions from the cache.
 
+`attend_int8` is for compiled attention: q is normed and rotated, its own keys are in the cache.
+
 Letters: B sequences, Q queries of each, S positions of the cache, H query heads, K KV heads,
 G = H / K, C head dim, P parts of the positions, at most, M rows of a program (queries times heads).
 """
@@ -112,9 +114,9 @@ class Stored(NamedTuple):
 class Results(NamedTuple):
     """What the kernels write. Parts of a program are [P, ROWS, C] and [P, ROWS, 2], in fp32."""
 
-    y: Tensor  # [B, Q, H * C]
-    partial: Tensor  # not yet divided by the sum of weights
-    sums: Tensor  # the maximum score, and the sum of exp(score - maximum)
+    y: Tensor | None  # [B, Q, H * C]
+    partial: Tensor | None  # not yet divided by the sum of weights
+    sums: Tensor | None  # the maximum score, and the sum of exp(score - maximum)
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class KernelSettings:
     parts: int  # P
     rope_width: int = 0
     int8: bool = False
+    appends: bool = True  # q is raw, and its own keys are not yet in the cache
     one_part: int = 0  # positions up to which there is one part
     few_parts: int = MAX_PARTS  # up to which a part is one block
 
@@ -157,12 +160,14 @@ class KernelSettings:
     @property
     def loops(self) -> bool:
         """Whether a program may have more than its first block, so that it has a loop."""
-        longest = min(self.longest, self.layer.window + self.align - 2)
+        own = 0 if self.appends else self.queries
+        longest = min(self.longest, self.layer.window + self.align - 2 + own)
         return longest > self.tile.block * self.bodies
 
     # Slots of a cache in which position p may be in slot p % S, else 0.
     ring = property(lambda s: s.length if s.layer.window < s.length else 0)
     columns = property(lambda s: min(s.layer.head_dim, MERGED_COLUMNS))
+    score_scale = property(lambda s: 1.0 if s.appends else s.layer.scale)  # that queries lack
     # A window begins at a multiple of this, so that int8 scales are loaded as vectors.
     align = property(lambda s: 16 if s.int8 else 1)
 
@@ -313,3 +318,46 @@ def _(
 ) -> Tensor:
     layer = decode_settings(settings)
     return qkv.new_empty(*qkv.shape[:2], layer.heads * layer.head_dim)
+
+
+@torch.library.custom_op("moe_fast::attend_int8", mutates_args=())
+def attend_int8(
+    q: Tensor, codes: Tensor, scales: Tensor, positions: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Attend with few queries of each sequence over an int8 cache, in P parts.
+
+    q [B, Q, H, C] at consecutive positions [B, Q]; codes [2, B, K, S, C] and their scales
+    [2, B, K, S, 1]. Return the arguments of `softmax.merge_partial`: fp32 y [B, K, P, M, C] and
+    sums [B, K, P, M, 2]. Row query * G + h belongs to the h-th query head of the KV head; rows from
+    Q * G on are undefined.
+    """
+    (B, Q, H, C), (rows, K, S) = q.shape, codes.shape[1:4]
+    y, sums = empty_parts(q, codes)
+    layer = AttentionSettings(H, K, C, 0, C**-0.5, window=window)
+    stored, results = Stored(codes.view(torch.int16), scales), Results(None, y, sums)
+    place = Place(positions.contiguous(), None)
+    args = q.contiguous(), None, place, HeadWeights(), stored, results
+    # Without PDL: the kernel waits for nothing.
+    options = {"warps": 4 if H // K * Q <= 16 else 8, "pdl": False}
+    M = max(FEWEST_ROWS, pow2(layer.group * Q))
+    sizes = S, S, rows * K * S, Q, M, layer.group, y.shape[2]
+    blocks = (128, 64, 32, 16) if M <= 64 else (64, 32, 16)  # more spill
+    divisions = (
+        KernelSettings(layer, Tile(block, 2), *sizes, int8=True, appends=False) for block in blocks
+    )
+    s, options = fit(attend_kernel, ((s, options) for s in divisions), *args)
+    launch(attend_kernel, (K, B, y.shape[2]), *args, settings=s, **options)
+    return y, sums
+
+
+def empty_parts(q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of `attend_int8`, not yet written."""
+    (B, Q, H, C), K = q.shape, codes.shape[2]
+    P = max(1, int(PROGRAMS * gpu_of(q.device).multiprocessors) // (B * K))
+    y = q.new_empty(B, K, P, pow2(H // K * Q), C, dtype=torch.float32)
+    return y, y.new_empty(*y.shape[:-1], 2)
+
+
+@attend_int8.register_fake
+def _(q, codes, scales, positions, window) -> tuple[Tensor, Tensor]:
+    return empty_parts(q, codes)

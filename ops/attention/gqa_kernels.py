@@ -22,15 +22,18 @@ from ops.launch import await_previous, jit, tl
 def find_parts(positions, sequence, s: tl.constexpr):
     """Choose how many programs share a sequence's older positions.
 
-    Return the position of its first query, which ends the older ones, the first position that this
-    query sees, and the number of parts. A part is one block as long as there are few parts.
+    Return the position of its first query, the first position that this sees, the end of older
+    positions, and the number of parts. A part is one block as long as there are few parts.
     """
     WINDOW: tl.constexpr = s.layer.window
     start = tl.load(positions + sequence * s.queries).to(tl.int32)
     first = tl.maximum(start - WINDOW + 1, 0) // s.align * s.align if s.longest > WINDOW else 0
-    blocks = (start - first + s.tile.block - 1) // s.tile.block
-    parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
-    return start, first, tl.where(start - first <= s.one_part, 1, parts)
+    if not s.appends:
+        return start, first, start + s.queries, tl.num_programs(2)
+    else:
+        blocks = (start - first + s.tile.block - 1) // s.tile.block
+        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+        return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
 @jit
@@ -141,9 +144,11 @@ def _add_positions(softmax, queries, block, place, query, BLOCK: tl.constexpr, s
     begin, end, start = place
     key = begin + tl.arange(0, BLOCK)[None, :]
     seen = key < end
+    if not s.appends:
+        seen = seen & (key <= (start + query)[:, None])
     if s.longest > s.layer.window:
         seen = seen & (key > (start + query)[:, None] - s.layer.window)
-    return add_block(softmax, queries, keys, values, seen, s.int8)
+    return add_block(softmax, queries, keys, values, seen, s.score_scale, s.int8)
 
 
 @jit
@@ -207,14 +212,19 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     rows = _find_rows(sequence, program, s)
     query, head, token, is_row = rows
     c = tl.arange(0, C)[None, :]
-    ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
-    sink = ahead[4] if weights.sinks is not None else None
-    await_previous(PDL)
-    gate = None
-    if a.gate != "":
-        gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
-    call = sequence, program, part, start, stored
-    x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
+    if s.appends:
+        ahead = _load_ahead(rope, weights, rows, sequence, program // s.splits, s)
+        sink = ahead[4] if weights.sinks is not None else None
+        await_previous(PDL)
+        gate = None
+        if a.gate != "":
+            gate = _load_gate(qkv, token[:, None], head[:, None], c, a)
+        call = sequence, program, part, start, stored
+        x, row_max, row_sum, acc = _start_softmax(qkv, weights, cache, ahead, rows, call, s)
+    else:
+        x = tl.load(qkv + (token * a.heads + head)[:, None] * C + c)
+        row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, C], tl.float32)
     queries, accs = split_numbers(x, s.int8), split_numbers(acc, s.int8)
     softmax = row_max, row_sum, accs
     place = first, end, start
@@ -227,12 +237,12 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
             softmax = _add_positions(softmax, queries, (keys, values), place, query, BLOCK, s)
     row_max, row_sum, accs = softmax
     acc = join_numbers(accs, C)
-    if parts == 1:
+    if s.appends and parts == 1:
         heads = (token * a.heads + head)[:, None] * C + c
         final = row_max[:, None], row_sum[:, None], acc
         sinks = sink[:, None] if weights.sinks is not None else None
         _store_heads(results.y, final, sinks, gate, heads, is_row[:, None], a)
-    elif s.parts > 1:
+    elif s.parts > 1 or not s.appends:
         at = ((sequence * s.pairs + program) * s.parts + part) * s.stored_rows + tl.arange(0, M)
         tl.store(results.partial + at[:, None] * C + c, acc, mask=is_row[:, None])
         tl.store(results.sums + at * 2, row_max, mask=is_row)
@@ -246,12 +256,12 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
 def attend_kernel(qkv, rope, at, weights, stored, results, s: tl.constexpr, PDL: tl.constexpr):
     program, part = tl.program_id(0), tl.program_id(2)
     sequence = tl.program_id(1).to(tl.int64)
-    start, first, parts = find_parts(at.positions, sequence, s)
+    start, first, end, parts = find_parts(at.positions, sequence, s)
     if part >= parts:
         return
-    length = (start - first + parts * s.align - 1) // (parts * s.align) * s.align
+    length = (end - first + parts * s.align - 1) // (parts * s.align) * s.align
     first += part * length  # parts are neighbors, and equal
-    end = tl.minimum(first + length, start)
+    end = tl.minimum(first + length, end)
     count_stored = s.queries
     if at.last is not None:
         count_stored = tl.minimum(tl.load(at.last + sequence).to(tl.int32) + 1, s.queries)
@@ -279,7 +289,7 @@ def merge_kernel(qkv, positions, sinks, results, s: tl.constexpr, PDL: tl.conste
     Q: tl.constexpr = s.queries
     head, token = tl.program_id(0), tl.program_id(2)
     sequence, query, token = (token // Q).to(tl.int64), token % Q, token.to(tl.int64)
-    _, _, parts = find_parts(positions, sequence, s)
+    _, _, _, parts = find_parts(positions, sequence, s)
     sink, gate = None, None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)

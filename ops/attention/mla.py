@@ -9,6 +9,9 @@ cache is plain or int8, and has any length; its positions are split among progra
 (ops/attention/softmax.py). `_map_queries` appends each token's normed latent and rotated key to the
 cache, so that queries find the latents of all of the call's tokens there.
 
+Compiled code without fused kernels calls `attend_latent`, which is `_attend_part` alone, with
+queries that are mapped and rotated.
+
 Letters: B sequences, Q tokens of each, T = B Q, S positions of the cache, H heads, N numbers of a
 query that are not rotated, R rotary dim, r rank of the latent, V value dim, P parts of the
 positions, at most, M rows of a program.
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ops.attention.heads import int8_codes, int8_scale, load_head, load_rotation, prefetch
-from ops.attention.softmax import count_parts, weigh
+from ops.attention.softmax import PROGRAMS, count_parts, weigh
+from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
 from ops.products.units import signed_bytes
 
@@ -44,14 +48,14 @@ class Tile:
 class LatentTensors(NamedTuple):
     """What the kernels read, and the cache that they append to."""
 
-    q: Tensor  # [T, H * (N + R)], contiguous rows
-    kv: Tensor  # [T, r + R], contiguous rows, before norm and RoPE
-    rope: Tensor  # `model.Context.rope`
+    q: Tensor  # [T, H * (N + R)], contiguous rows; mapped queries: [T, H * (r + R)]
+    kv: Tensor | None  # [T, r + R], contiguous rows, before norm and RoPE
+    rope: Tensor | None  # `model.Context.rope`
     positions: Tensor  # [B, Q], which rise by one
     cache: Tensor  # [1, rows, 1, S, r + R], of which the first B rows are used
     scales: Tensor | None  # [1, rows, 1, S, 1] of an int8 cache
-    wkv: Tensor  # [H, N + V, r], in the dtype of q
-    kv_norm: Tensor  # [r]
+    wkv: Tensor | None  # [H, N + V, r], in the dtype of q
+    kv_norm: Tensor | None  # [r]
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class LatentSettings:
     scale: float  # of scores
     value_dim: int = 0
     eps: float = 0.0  # added to the mean square of a latent
+    maps: bool = True  # False: q is mapped and rotated, all parts have a result
     queries: int = 1
     tokens: int = 1  # T
     length: int = 0  # S
@@ -74,12 +79,8 @@ class LatentSettings:
     tile: Tile = Tile()
     clip, full_norm = 0.0, False  # for `load_head`
 
-    @property
-    def supported(self) -> bool:
-        """Whether the kernels compute heads of these sizes."""
-        sizes = self.rotary_dim, self.rank
-        return self.unrotated % 8 == 0 and all(16 <= n <= 512 and n & n - 1 == 0 for n in sizes)
-
+    # Whether the kernels compute heads of these sizes.
+    supported = property(lambda s: s.unrotated % 8 == 0 and has_tiles(s.rotary_dim, s.rank))
     head_dim = property(lambda s: s.unrotated + s.rotary_dim)
     width = property(lambda s: s.rank + s.rotary_dim)  # numbers of a cached position
     wkv_rows = property(lambda s: s.unrotated + s.value_dim)
@@ -88,6 +89,11 @@ class LatentSettings:
     tile_rows = property(lambda s: min(32, max(16, triton.next_power_of_2(s.rows))))
     # Tokens of a program of `_map_queries` and of `_merge_values`.
     each = property(lambda s: triton.cdiv(s.tokens, TOKENS_AT_ONCE) if s.queries > 1 else 1)
+
+
+def has_tiles(rotary_dim: int, rank: int) -> bool:
+    """Whether `_attend_part` computes latents of these sizes."""
+    return all(16 <= n <= 512 and n & n - 1 == 0 for n in (rotary_dim, rank))
 
 
 def choose_tile(length: int, itemsize: int, queries: int = 1) -> Tile:
@@ -162,7 +168,8 @@ def _find_parts(positions, sequence, s: tl.constexpr):
     """Return how many positions a sequence's queries see, the end of their blocks, parts."""
     seen = tl.load(positions + sequence * s.queries + s.queries - 1).to(tl.int32) + 1
     end = (seen + s.tile.block - 1) // s.tile.block
-    return seen, end, tl.minimum(tl.maximum(end, 1), s.parts)
+    parts = tl.minimum(tl.maximum(end, 1), s.parts) if s.maps else tl.num_programs(0)
+    return seen, end, parts
 
 
 @jit
@@ -212,7 +219,7 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     cache, scales = x.cache + sequence * s.length * s.width, x.scales
     if scales is not None:
         scales += sequence * s.length
-    if s.queries == 1 and PDL:
+    if s.maps and s.queries == 1 and PDL:
         BYTES: tl.constexpr = s.width * (x.cache.dtype.element_ty.primitive_bitwidth // 8)
         count = tl.minimum(seen - 1 - part * s.tile.block, s.tile.block)
         if count > 0:
@@ -220,12 +227,17 @@ def _attend_part(x, mapped, partial, sums, s: tl.constexpr, PDL: tl.constexpr):
     row, c = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, s.rank)[None, :]
     head, token = row % s.heads, sequence * s.queries + tl.minimum(row // s.heads, s.queries - 1)
     position = tl.load(x.positions + token).to(tl.int32)
-    numbers = tl.arange(0, R)[None, :]
-    rotation = load_rotation(x.rope, token[:, None], numbers, R, R, 2 * R, 0)
-    q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
-    rotated = load_head(q, None, 1.0, rotation, s).to(DTYPE)
+    if s.maps:
+        numbers = tl.arange(0, R)[None, :]
+        rotation = load_rotation(x.rope, token[:, None], numbers, R, R, 2 * R, 0)
+        q = x.q + (token * s.q_row + head * s.head_dim + s.unrotated)[:, None]
+        rotated = load_head(q, None, 1.0, rotation, s).to(DTYPE)
+    else:
+        q = x.q + (token * s.q_row + head * s.width + s.rank)[:, None]
+        rotated = tl.load(q + tl.arange(0, R)[None, :])
     await_previous(PDL)
-    query = tl.load(mapped + (token * s.heads + head)[:, None] * s.rank + c)
+    WIDTH: tl.constexpr = s.rank if s.maps else s.width
+    query = tl.load(mapped + (token * s.heads + head)[:, None] * WIDTH + c)
     row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, s.rank], tl.float32)
     for block in tl.range(part, end, parts, num_stages=s.tile.stages):
@@ -320,8 +332,46 @@ def _fit_tile(
     """Return settings with the first tile that fits and its parts, and options of the launch."""
     B, device, empty = len(x.positions), x.q.device, x.q.new_empty(0, dtype=torch.float32)
     programs = B * triton.cdiv(s.rows, s.tile_rows)
-    candidates = (
-        (replace(s, tile=t, parts=count_parts(programs, s.length, t.block, device)), {"warps": 8})
-        for t in tiles
-    )
-    return fit(_attend_part, candidates, x, mapped, empty, empty)
+    candidates = (replace(s, tile=tile) for tile in tiles)
+    if s.maps:
+        candidates = (
+            replace(c, parts=count_parts(programs, c.length, c.tile.block, device))
+            for c in candidates
+        )
+    return fit(_attend_part, ((c, {"warps": 8}) for c in candidates), x, mapped, empty, empty)
+
+
+@torch.library.custom_op("moe_fast::attend_latent", mutates_args=())
+def attend_latent(
+    q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with few queries of each sequence over a latent cache, in P parts.
+
+    q [B, Q, H, r + R], mapped and rotated, at rising positions [B, Q]; kv [1, B, 1, S, r + R],
+    whose first r numbers are the values too; scales [1, B, 1, S, 1] of an int8 kv, else None. Both
+    may have more than B rows. scale: of scores. Return the arguments of `softmax.merge_partial`:
+    fp32 y [B, P, Q * H, r] and sums [B, P, Q * H, 2].
+    """
+    (B, Q, H, C), S = q.shape, kv.shape[3]
+    check_shapes(kv=(kv[:, :B], (1, B, 1, S, C)), positions=(positions, (B, Q)))
+    y, sums = _attend_latent_fake(q, kv, scales, positions, rank, scale)
+    q, positions = q.contiguous().view(B * Q, H * C), positions.contiguous()
+    s = LatentSettings(H, 0, C - rank, rank, scale, maps=False, queries=Q, tokens=B * Q)
+    s = replace(s, length=S, q_row=H * C, parts=y.shape[1])
+    x = LatentTensors(q, None, None, positions, kv, scales, None, None)
+    tiles = (Tile(block, 2) for block in (32, 16) if block == 16 or kv.element_size() < 4)
+    s, options = _fit_tile(x, q, s, tiles)
+    grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
+    launch(_attend_part, grid, x, q, y, sums, settings=s, pdl=False, **options)
+    return y, sums
+
+
+@attend_latent.register_fake
+def _attend_latent_fake(
+    q: Tensor, kv: Tensor, scales: Tensor | None, positions: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    (B, Q, H, _), limit = q.shape, PROGRAMS * gpu_of(q.device).multiprocessors
+    s = LatentSettings(H, 0, 0, rank, scale, queries=Q)
+    parts = max(1, int(limit // (B * triton.cdiv(s.rows, s.tile_rows))))
+    y = q.new_empty(B, parts, s.rows, rank, dtype=torch.float32)
+    return y, y.new_empty(*y.shape[:-1], 2)

@@ -7,6 +7,7 @@ Letters: M rows of a tile, N numbers of a row, S positions of the cache, P parts
 """
 
 import torch
+from torch import Tensor
 
 from ops.gpu import gpu_of
 from ops.launch import jit, tl
@@ -52,3 +53,22 @@ def count_parts(
     """
     processors = gpu_of(device).multiprocessors
     return max(1, min(-(-length // part), programs * processors // rows, MAX_PARTS))
+
+
+def merge_partial(
+    y: Tensor, sums: Tensor, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Merge attention over parts of the positions -> fp32 [..., rows, C].
+
+    y [..., P, rows, C], not yet divided by the sum of weights. sums [..., P, rows, 2]: the maximum
+    score and the sum of exp(score - maximum). A part without positions has -inf and 0.
+
+    return_lse: return also the log-sum-exp of each row's scores [..., rows]. A sink s makes the
+    result y * sigmoid(lse - s).
+    """
+    maximum, total = sums.unbind(-1)
+    largest = maximum.amax(-2, keepdim=True)
+    share = (maximum - largest).exp()
+    total = (total * share).sum(-2)
+    y = (y * share.unsqueeze(-1)).sum(-3) / total.unsqueeze(-1)
+    return (y, largest.squeeze(-2) + total.log()) if return_lse else y
