@@ -30,6 +30,7 @@ from ops.products.few_tokens import FewTiles, order_words, settings_of, unit_ten
 from ops.products.few_x import load_fields, spread_begins
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.routing import queries_of
+from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
 
@@ -241,12 +242,16 @@ def choose_tile(E: int, pairs: int) -> int:
     return min(32, max(TILE, triton.next_power_of_2(pairs // E)))
 
 
-def choose_few(weight: Weight, gated: bool, tile: int) -> FewTiles:
+def choose_few(weight: Weight, gated: bool, tile: int, tokens: int) -> FewTiles:
     """Return how the product of a tile divides its work, as measured on an H200.
 
-    One step in flight leaves registers for more programs, which do more than deeper pipelines
-    (docs/log/prompts.md). Down products, which are not gated, have short rows.
+    The table's tiles come first; the work is "tiles 1", or "tiles 2" of gate and up. The rules are
+    for other shapes. One step in flight leaves registers for more programs, which do more than
+    deeper pipelines (docs/log/prompts.md). Down products, which are not gated, have short rows.
     """
+    found = measured_fields(weight, place_of(weight, f"tiles {1 + gated}", tokens))
+    if found:
+        return FewTiles(*found)
     if tile > TILE:
         return FewTiles(32, 2, 1)
     if gated:
@@ -293,7 +298,8 @@ def multiply_tiles(
     """
     gated = activation is not None and activation.gated
     count, tile = order.pairs.shape
-    tiles = tiles or choose_few(weight, gated, tile)
+    tokens = len(x if routing is None else routing)
+    tiles = tiles or choose_few(weight, gated, tile, tokens)
     fixed = settings_of(weight, tiles, tile)
     begin, end = (own.start, own.stop) if own else (0, 0)
     active = len(y) // len(x)

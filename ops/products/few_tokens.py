@@ -14,6 +14,7 @@ from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
 from ops.products.few_x import load_fields, token_sums
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
+from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import GGUF, Weight, WeightTensors
 
@@ -105,6 +106,8 @@ def words_of_lane(weight: Weight) -> int:
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
+    The table's tiles come first; the work is "dense". The rules are for other shapes.
+
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
     and a program has fewer tokens if few would be left. 9 to 15 tokens share a program's weights,
     and 16 those of bf16; of packed weights x binds 16, so that two blocks of 8 are as fast
@@ -112,6 +115,10 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     many of them. A product with few rows has all of its weights in flight, or eight warps a
     program, which keep the memory busy (docs/log/prompts.md).
     """
+    if found := measured_fields(weight, place_of(weight, "dense", tokens)):
+        tiles = FewTiles(*found)
+        if tokens <= tiles.tokens or tokens % tiles.tokens == 0:
+            return tiles
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
     if tokens > TILE:
