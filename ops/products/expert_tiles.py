@@ -179,7 +179,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     )
     tiles, xs = (), ()
     for d in tl.static_range(s.depth):
-        tiles = tiles + (load_rows(weights, row, d, s),)
+        tiles = tiles + (load_rows(weights, row, d, d == s.steps - 1, s),)
     rows, slot = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
     if s.stored < s.rows:
@@ -193,9 +193,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane = tl.arange(0, s.tiles * s.warps * 32)
     lane_slot = tl.minimum(lane // (s.warps * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
-    begins = spread_begins((source if s.down else source // s.active) * s.width, s)
+    # Of 64 bits: the compiler adds constants to these in the load's instruction.
+    begins = (source if s.down else source // s.active).to(tl.int64) * s.width
+    begins = spread_begins(begins, s)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, begins, d, s, False),)
+        xs = xs + (load_fields(x, begins, d, d == s.steps - 1, s, False),)
     # e2m1 has no registers left for these: fewer programs would run at once.
     if not s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
@@ -310,7 +312,7 @@ def multiply_tiles(
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.stored), count
-    launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
+    launch(_multiply_tiles, grid, *tensors, settings=s, **tiles.options)
     return y
 
 

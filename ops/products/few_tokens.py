@@ -53,14 +53,14 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
             residual += first * OUT
     tiles, norms, xs = (), (), ()
     for d in tl.static_range(s.depth):
-        tiles = tiles + (load_rows(weights, row, d, s),)
+        tiles = tiles + (load_rows(weights, row, d, d == s.steps - 1, s),)
     rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
     if s.stored < s.rows:
         stores &= rows < row + s.stored
     if norm is not None:
         for d in tl.static_range(s.x_depth):
-            norms = norms + (load_fields(norm, None, d, s, True),)
+            norms = norms + (load_fields(norm, None, d, d == s.steps - 1, s, True),)
     if residual is not None:
         add = tl.load(residual + token * OUT + rows, mask=stores, other=0.0).to(tl.float32)
     if bias is not None:
@@ -68,7 +68,7 @@ def _down_few(x, norm, residual, weights, bias, y, s: tl.constexpr, PDL: tl.cons
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, None, d, s, False),)
+        xs = xs + (load_fields(x, None, d, d == s.steps - 1, s, False),)
     totals, squares = multiply_steps(x, None, norm, weights, row, (tiles, xs, norms), s)
     result = tl.sum(totals[0], 0)
     if norm is not None:
@@ -94,6 +94,11 @@ class FewTiles:
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
+    loop: bool = False  # steps are a loop though they are few: less code
+    registers: int = 0  # most registers of a lane; 0: the compiler's choice
+
+    # Options of `launch` for a kernel with these tiles.
+    options = property(lambda s: dict(warps=s.warps, stages=1, registers=s.registers))
 
 
 def words_of_lane(weight: Weight) -> int:
@@ -197,6 +202,7 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         warps=tiles.warps,
         depth=depth,
         x_depth=largest_divisor(depth, tiles.x_depth or depth),
+        loop=tiles.loop,
         tokens=tokens,
     )
 
@@ -236,4 +242,4 @@ def down_few(
     grid = triton.cdiv(s.out, s.stored), blocks
     x, norm = order_words(x, weight), norm if norm is None else order_words(norm, weight)
     tensors = x, norm, residual, unit_tensors(weight, x.dtype), bias, y
-    launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)
+    launch(_down_few, grid, *tensors, settings=s, **tiles.options)

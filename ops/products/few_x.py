@@ -7,12 +7,14 @@ from ops.launch import jit, tl
 
 
 @jit
-def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr):
+def _load_field(
+    x, begins, step, LAST: tl.constexpr, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr
+):
     """Load the x of field K of a step, two units of each word -> [tiles * 2 * warps * 32 * vec].
 
     begins: where the row of x of each number begins (`spread_begins`). None: x has the program's
     tokens, of which the last is that of all past the end. ONE_ROW: x is one row. Words past the end
-    are 0.
+    are 0. LAST: the step may be that at a row's end.
     """
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
@@ -29,39 +31,46 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.c
         lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
     else:
         lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
-    token, quad = tile * 8 + lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
-    word += quad * VEC
+    token, quad = tile * 8 + lane // 4 % 8, lane // 32 * 4 + lane % 4
+    # Steps of whole runs begin at the same number for all lanes: they share a lane's address.
+    WHOLE: tl.constexpr = FIELDS == 1 or s.step_words % RUN == 0
+    more = step * (s.step_words * 2 * FIELDS) if WHOLE else 0
+    word += (quad if WHOLE else step * (WARPS * 4) + quad) * VEC
     if FIELDS == 1:
         number = word * 2 + half
     else:
-        field = K + FIELDS * half
+        field = FIELDS * half
+        more += (K % 2 * 4 + K // 2 if s.halves else K) * RUN
         if s.halves:  # lower nibbles have the first half of a run
-            field = K % 2 * 4 + K // 2 + 2 * half
+            field = 2 * half
         number = word // RUN * (RUN * 2 * FIELDS) + field * RUN + word % RUN
     if begins is not None:
         number += begins[:, None] if TILES > 1 else begins
     elif not ONE_ROW:
         number += tl.minimum(token, s.tokens - 1) * s.width
     RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
+    numbers = x + number
+    numbers += more
     if TILES > 1:
-        number = tl.max_contiguous(tl.multiple_of(number, (RUN_OF_LOAD, 1)), (RUN_OF_LOAD, 1))
+        numbers = tl.multiple_of(numbers, (2 * RUN_OF_LOAD, 1))
+        numbers = tl.max_contiguous(numbers, (RUN_OF_LOAD, 1))
     else:
-        number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
-    if s.words % (4 * VEC * WARPS):
-        inside = quad < s.words // VEC
+        numbers = tl.max_contiguous(tl.multiple_of(numbers, 2 * RUN_OF_LOAD), RUN_OF_LOAD)
+    if LAST and s.words % s.step_words:
+        inside = step * (WARPS * 4) + quad < s.words // VEC
         if TILES > 1:
             inside = tl.max_constancy(inside, (RUN_OF_LOAD, 1))
-        return tl.load(x + number, mask=inside, other=0.0)
+        return tl.load(numbers, mask=inside, other=0.0)
     else:
-        return tl.load(x + number)
+        return tl.load(numbers)
 
 
 @jit
-def load_fields(x, begins, step, s: tl.constexpr, ONE_ROW: tl.constexpr):
+def load_fields(x, begins, step, LAST: tl.constexpr, s: tl.constexpr, ONE_ROW: tl.constexpr):
     """Load the x of all fields of a step, so that all loads are in flight at once."""
     fields = ()
     for k in tl.static_range(s.unit_fields):
-        fields = fields + (_load_field(x, begins, step, k, s, ONE_ROW),)
+        fields = fields + (_load_field(x, begins, step, LAST, k, s, ONE_ROW),)
     return fields
 
 

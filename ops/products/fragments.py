@@ -56,6 +56,7 @@ class FewSettings(Codes):
     depth: int  # steps of weights in flight, which divide all steps
     x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
+    loop: bool  # steps are a loop though they are few
 
     @property
     def run(self) -> int:
@@ -65,9 +66,12 @@ class FewSettings(Codes):
     products = property(lambda s: (0, 1) if s.gated else (0,))  # of gate and of up, or one
     unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
     width = property(lambda s: s.words * s.fields)  # numbers of a row
-    steps = property(lambda s: triton.cdiv(s.words, 4 * s.vec * s.warps))
+    step_words = property(lambda s: 4 * s.vec * s.warps)
+    steps = property(lambda s: triton.cdiv(s.words, s.step_words))
+    # Whether no program has rows past the end.
+    whole_rows = property(lambda s: s.out // len(s.products) % s.stored == 0)
     # Turns of the loop over steps.
-    turns = property(lambda s: 1 if s.steps <= UNROLLED else s.steps // s.depth)
+    turns = property(lambda s: 1 if s.steps <= UNROLLED and not s.loop else s.steps // s.depth)
     # Tiles of a program, a power of two.
     tiles = property(lambda s: triton.next_power_of_2(triton.cdiv(s.tokens, TILE)))
     # Whether a scale multiplies the sum of a step's products.
@@ -102,69 +106,96 @@ class FewSettings(Codes):
 
 
 @jit
-def _rows_and_words(lane, row, step, s: tl.constexpr):
+def _rows_and_words(lane, row, step, LAST: tl.constexpr, s: tl.constexpr):
     """Return the row, and the first word, of each lane's weights in a step.
 
-    Rows and words past the end become the last: such a row is not stored, such a word's x is 0.
+    Counted from the program's row, and from the step's first word. Rows and words past the end
+    become the last: such a row is not stored, such a word's x is 0. LAST: the step may be that at a
+    row's end.
     """
+    own = lane // (32 * s.warps) * 8 + lane // 4 % 8
     if s.stored < s.rows:
-        own = tl.minimum(lane // (32 * s.warps) * 8 + lane // 4 % 8, s.stored - 1)
-        rows = tl.minimum(row + own, s.out - 1)
-    else:
-        rows = tl.minimum(row + lane // (32 * s.warps) * 8 + lane // 4 % 8, s.out - 1)
-    word = ((step * s.warps + lane // 32 % s.warps) * 4 + lane % 4) * s.vec
-    return rows, tl.minimum(word, s.words - s.vec)
+        own = tl.minimum(own, s.stored - 1)
+    if not s.whole_rows:
+        own = tl.minimum(own, s.out - 1 - row)
+    word = (lane // 32 % s.warps * 4 + lane % 4) * s.vec
+    if LAST and s.words % s.step_words:
+        word = tl.minimum(word, s.words - s.vec - step * s.step_words)
+    return own, word
 
 
 @jit
-def _load_step(weights, row, step, s: tl.constexpr):
-    """Load a step of the rows from `row` on, for each warp.
+def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.constexpr):
+    """Load a step of the rows from `first` on, for each warp; N: of gate, 0, or of up, 1.
 
     Return units [rows / 8 * warps * 32 * 2 vec], then scales and zeros, one number a lane.
+
+    Addresses are the program's, plus a lane's, plus constants of N and the step: so all loads share
+    a lane's address. The compiler does not divide a sum of 32 bits.
     """
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
+    MORE: tl.constexpr = s.out // 2 * N
+    row = first + MORE
     at = tl.arange(0, LANES * UNITS)
-    rows, word = _rows_and_words(at // UNITS, row, step, s)
+    own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
-    units = weights.codes + (rows * (2 * s.words) + word * 2 + at % UNITS)
+    units = weights.codes + first * (2 * s.words)
+    units += own * (2 * s.words) + word * 2 + at % UNITS
+    units += MORE * 2 * s.words + step * (2 * s.step_words)
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
     if not (s.e2m1 or s.two_bits):
         lane = lane[:, None]
-    rows, word = _rows_and_words(lane, row, step, s)
+    own, word = _rows_and_words(lane, row, step, LAST, s)
+    rows = row + own
     if s.gguf:
-        tile = tile + _load_gguf_scales(weights, rows, word, s)
+        tile = tile + _load_gguf_scales(weights, rows, step * s.step_words + word, s)
         if s.sharing > 0:
-            rows, word = _rows_and_words(at // UNITS, row, step, s)
+            own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
+            rows, word = row + own, step * s.step_words + word
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
+        word += step * s.step_words
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
+    elif s.kind == "mxfp4":
+        # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
+        # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+        pairs = weights.scale + first * (s.words // 8)
+        pairs += own * (s.words // 8) + lane // 32 % s.warps * 2 + lane % 4 // 2
+        pairs += MORE * (s.words // 8) + step * (s.step_words // 8)
+        tile = tile + (tl.load(pairs).to(tl.int32) >> lane % 2 * 8 & 0xFF,)
     elif s.step_scaled or s.e2m1 or s.two_bits:
-        if s.word_scaled:
-            group = rows * (s.words // 4) + word // 4
+        GROUPS: tl.constexpr = s.words // s.run
+        if s.step_words % s.run == 0:
+            group = own * GROUPS + word // s.run
+            begin = step * (s.step_words // s.run)
         else:
-            group = rows * (s.width // s.group) + word * s.fields // s.group
-        if s.kind == "mxfp4":
-            # Pairs of exponents: with loads of 8 bits before it, a product would take other
-            # fragments (kWidth 4).
-            pair = tl.load(weights.scale + group // 2).to(tl.int32)
-            tile = tile + (pair >> group % 2 * 8 & 0xFF,)
-        else:
-            tile = tile + (tl.load(weights.scale + group),)
-        if s.half_quadratic and weights.scale_step is None:
-            tile = tile + (tl.load(weights.zero + group),)
-        elif s.half_quadratic:
-            tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
-            tile = tile + (tl.load(weights.zero + group),)
-            tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
+            group = own * GROUPS + (step * s.step_words + word) // s.run
+            begin = 0
+        scale = weights.scale + first * GROUPS
+        scale += group
+        scale += MORE * GROUPS + begin
+        tile = tile + (tl.load(scale),)
+        if s.half_quadratic:
+            zero = weights.zero + first * GROUPS
+            zero += group
+            zero += MORE * GROUPS + begin
+            if weights.scale_step is None:
+                tile = tile + (tl.load(zero),)
+            else:
+                step_low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+                tile = tile + step_low + (tl.load(zero),)
+                step_low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+                tile = tile + step_low
     if s.kind == "hqq3":
         # Select the word by the mask of a load: Triton 3.6 moves loads to the lanes that multiply
         # what they loaded, but moves nothing that depends on a position.
-        rows, word = _rows_and_words(at // UNITS, row, step, s)
+        own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
+        rows, word = row + own, step * s.step_words + word
         odd = at // 2 % 2 == 1
         thirds = weights.high + (rows * s.words + (word + at % UNITS // 4 * 2) + at % 2)
         tile = tile + (tl.load(thirds, mask=at // 2 % 2 == 0, other=0),)
@@ -183,10 +214,13 @@ def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
 
 
 @jit
-def load_rows(weights, row, step, s: tl.constexpr):
-    """Load a step of the rows from `row` on; if gated, of gate and of up."""
+def load_rows(weights, row, step, LAST: tl.constexpr, s: tl.constexpr):
+    """Load a step of the rows from `row` on; if gated, of gate and of up.
+
+    LAST: as of `_rows_and_words`.
+    """
     # Rows of gate past the end are rows of up: they are not stored.
-    return [_load_step(weights, row + s.out // 2 * n, step, s) for n in s.products]
+    return [_load_step(weights, row, n, step, LAST, s) for n in s.products]
 
 
 @jit
@@ -388,12 +422,23 @@ def multiply_steps(x, begins, norm, weights, row, ahead, s: tl.constexpr):
             tile, part = tiles[n % s.depth], xs[n % s.x_depth]
             totals, squares = _add_products(tile, totals, squares, part, own, s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
-            if s.turns > 1 or n + s.depth < s.steps:
+            if s.turns > 1:
                 at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
-                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, s))
-            if s.turns > 1 or n + s.x_depth < s.steps:
+                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, True, s))
                 at = tl.minimum(turn * EACH + n + s.x_depth, s.steps - 1)
-                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s, False))
+                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, True, s, False))
                 if norm is not None:
-                    norms = replace(norms, n % s.x_depth, load_fields(norm, None, at, s, True))
+                    part = load_fields(norm, None, at, True, s, True)
+                    norms = replace(norms, n % s.x_depth, part)
+            else:
+                if n + s.depth < s.steps:
+                    part = load_rows(weights, row, n + s.depth, n + s.depth == s.steps - 1, s)
+                    tiles = replace(tiles, n % s.depth, part)
+                if n + s.x_depth < s.steps:
+                    is_last = n + s.x_depth == s.steps - 1
+                    part = load_fields(x, begins, n + s.x_depth, is_last, s, False)
+                    xs = replace(xs, n % s.x_depth, part)
+                    if norm is not None:
+                        part = load_fields(norm, None, n + s.x_depth, is_last, s, True)
+                        norms = replace(norms, n % s.x_depth, part)
     return totals, squares
