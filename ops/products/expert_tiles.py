@@ -26,8 +26,14 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_tokens import FewTiles, order_words, settings_of, unit_tensors
-from ops.products.few_x import load_fields, spread_begins
+from ops.products.few_tokens import (
+    FewTiles,
+    order_words,
+    settings_of,
+    unit_order,
+    unit_tensors,
+)
+from ops.products.few_x import UnitOrder, load_fields, place_in_order, spread_begins
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.routing import queries_of
 from ops.products.tilings import measured_fields, place_of
@@ -71,6 +77,7 @@ class ExpertSettings(FewSettings):
 
     activation: Activation | None  # None: the product is down
     active: int  # A
+    order: UnitOrder | None = None  # of the numbers of a result
     begin: int = 0  # the first expert of the weight, if it has not all
     end: int = 0  # one past the last; 0: it has all
 
@@ -216,7 +223,8 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         result = activate(result, up, s.activation)
     else:
         result *= factor
-    tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
+    at = y + pair * N + place_in_order(rows, s.order)
+    tl.store(at, result.to(y.dtype.element_ty), mask=inside & (slot < count))
 
 
 # Grid [T, D / columns]: a program sums some numbers of a token's experts. The result of padding is
@@ -290,22 +298,26 @@ def multiply_tiles(
     bias: Tensor | None = None,
     tiles: FewTiles | None = None,
     own: range | None = None,
+    ordered: bool = False,
+    result_order: UnitOrder | None = None,
 ) -> Tensor:
     """Multiply each pair's x by its expert's weight [E, out, in] -> y [P, out], or [P, out / 2].
 
     activation: x [T, in] is that of tokens, and the products are gate and up; without a gate they
     are up alone, and y is [P, out]. None: x [P, in] is that of pairs, and the result has their
     routing weights [T, A]. bias [E, out]. own: experts of
-    this weight, if it has not all; results of pairs with another expert are not stored.
+    this weight, if it has not all; results of pairs with another expert are not stored. ordered: x
+    is in the weight's `UnitOrder`. result_order: in which numbers of y are stored.
     """
     gated = activation is not None and activation.gated
     count, tile = order.pairs.shape
     tokens = len(x if routing is None else routing)
     tiles = tiles or choose_few(weight, gated, tile, tokens)
-    fixed = settings_of(weight, tiles, tile)
+    fixed = settings_of(weight, tiles, tile, ordered)
     begin, end = (own.start, own.stop) if own else (0, 0)
     active = len(y) // len(x)
-    s = ExpertSettings(**fixed, activation=activation, active=active, begin=begin, end=end)
+    fixed |= dict(activation=activation, active=active, order=result_order, begin=begin, end=end)
+    s = ExpertSettings(**fixed)
     N = s.out // 2 if gated else s.out
     if x.shape[1] != s.width or y.shape[1] != N:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
@@ -350,13 +362,14 @@ def run_experts(
     last: Tensor | None = None,
     shared: tuple[Weight, Weight] | None = None,
     out: Tensor | None = None,
+    ordered: bool = False,
 ) -> Tensor:
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
     indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]; w13 is
     [E, I, D] if the activation has no gate. The
     reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
-    out [T, D]: where to store the result.
+    out [T, D]: where to store the result. ordered: x is in the `UnitOrder` of w13.
     """
     P, E = indices.numel(), len(w13.tensors.codes)
     order = sort_pairs(indices, E + (shared is not None), last)
@@ -364,8 +377,11 @@ def run_experts(
 
     def multiply(w13: Weight, w2: Weight, own: range | None, *biases: Tensor | None) -> None:
         h, (bias13, bias2) = x.new_empty(P, w2.width), biases
-        multiply_tiles(x, w13, order, h, activation, bias=bias13, own=own)
-        multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, own=own)
+        between = unit_order(w2)
+        how = dict(own=own, ordered=ordered, result_order=between)
+        multiply_tiles(x, w13, order, h, activation, bias=bias13, **how)
+        how = dict(own=own, ordered=between is not None)
+        multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, **how)
 
     multiply(w13, w2, range(E) if shared else None, bias13, bias2)
     if shared is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_x import load_fields, token_sums
+from ops.products.few_x import UnitOrder, load_fields, token_sums
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
@@ -186,8 +186,18 @@ def largest_divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
-    """Return the fields of `FewSettings` for programs of up to this many tokens."""
+def unit_order(weight: Weight) -> UnitOrder | None:
+    """Return the order of x for the products of a weight; None: x remains as it is."""
+    if weight.kind in ("int8", "fp8", "int4", "mxfp4") and words_of_lane(weight) == 4:
+        return UnitOrder(weight.fields, weight.run)
+    return None
+
+
+def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = False) -> dict:
+    """Return the fields of `FewSettings` for programs of up to this many tokens.
+
+    ordered: x is in the weight's `UnitOrder`.
+    """
     words, vec = 4 * weight.quads, words_of_lane(weight)
     steps = triton.cdiv(words, 4 * vec * tiles.warps)
     depth = largest_divisor(steps, tiles.depth or steps)  # no step is past the end
@@ -203,6 +213,7 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         depth=depth,
         x_depth=largest_divisor(depth, tiles.x_depth or depth),
         loop=tiles.loop,
+        ordered=ordered,
         tokens=tokens,
     )
 

@@ -3,7 +3,33 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
+from dataclasses import dataclass
+
 from ops.launch import jit, tl
+
+
+@dataclass(frozen=True)
+class UnitOrder:
+    """The order in which lanes load x 16 bytes at a time, if codes have 8 or 4 bits.
+
+    For each quad of a row, and each field of a unit: the numbers of all units. A weight has them in
+    runs of words, whose fields are neighbors.
+    """
+
+    fields: int  # codes of a word
+    run: int  # words of a run
+
+
+@jit
+def place_in_order(number, o: tl.constexpr):
+    """Return where numbers of a row of x are in a `UnitOrder`; None: as they are."""
+    if o is None:
+        return number
+    else:
+        UNIT: tl.constexpr = o.fields // 2  # fields of a unit
+        field = number // o.run % o.fields
+        word = number // (o.run * o.fields) * o.run + number % o.run
+        return word // 4 * (4 * o.fields) + field % UNIT * 8 + word % 4 * 2 + field // UNIT
 
 
 @jit
@@ -27,17 +53,18 @@ def _load_field(
         # Loads of one shape get one layout, and x would go through shared memory in each step.
         at = at[:, None]
     tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
-    if FIELDS == 1:  # bf16: units are neighbors
+    if s.neighbors:
         lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
     else:
         lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
     token, quad = tile * 8 + lane // 4 % 8, lane // 32 * 4 + lane % 4
     # Steps of whole runs begin at the same number for all lanes: they share a lane's address.
-    WHOLE: tl.constexpr = FIELDS == 1 or s.step_words % RUN == 0
+    WHOLE: tl.constexpr = s.neighbors or s.step_words % RUN == 0
     more = step * (s.step_words * 2 * FIELDS) if WHOLE else 0
     word += (quad if WHOLE else step * (WARPS * 4) + quad) * VEC
-    if FIELDS == 1:
-        number = word * 2 + half
+    if s.neighbors:
+        number = quad * (2 * FIELDS * VEC) + at % (2 * VEC)
+        more += K * (2 * VEC)
     else:
         field = FIELDS * half
         more += (K % 2 * 4 + K // 2 if s.halves else K) * RUN
@@ -48,7 +75,7 @@ def _load_field(
         number += begins[:, None] if TILES > 1 else begins
     elif not ONE_ROW:
         number += tl.minimum(token, s.tokens - 1) * s.width
-    RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
+    RUN_OF_LOAD: tl.constexpr = 2 * VEC if s.neighbors else VEC
     numbers = x + number
     numbers += more
     if TILES > 1:
@@ -79,7 +106,7 @@ def spread_begins(begins, s: tl.constexpr):
     """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.unit_fields == 1:
+    if s.neighbors:
         begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
         begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * s.vec])
     else:
@@ -94,7 +121,7 @@ def token_fragments(numbers, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.unit_fields == 1:
+    if s.neighbors:
         numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
     elif VEC == 1:
@@ -109,7 +136,7 @@ def token_fragments(numbers, s: tl.constexpr):
 @jit
 def token_sums(numbers, s: tl.constexpr):
     """Sum numbers of a tile in the order of `_load_field` for each token -> [8]."""
-    if s.unit_fields == 1:
+    if s.neighbors:
         numbers = tl.reshape(numbers, [s.warps, 8, 8 * s.vec])
     else:
         numbers = tl.sum(tl.reshape(numbers, [2, s.warps, 8, 4 * s.vec]), 0)

@@ -57,6 +57,7 @@ class FewSettings(Codes):
     x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
     loop: bool  # steps are a loop though they are few
+    ordered: bool  # x is in the order of units (`unit_order`)
 
     @property
     def run(self) -> int:
@@ -65,6 +66,8 @@ class FewSettings(Codes):
 
     products = property(lambda s: (0, 1) if s.gated else (0,))  # of gate and of up, or one
     unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
+    # Whether the x of a field of a lane's units are neighbors.
+    neighbors = property(lambda s: s.ordered or s.unit_fields == 1)
     width = property(lambda s: s.words * s.fields)  # numbers of a row
     step_words = property(lambda s: 4 * s.vec * s.warps)
     steps = property(lambda s: triton.cdiv(s.words, s.step_words))
