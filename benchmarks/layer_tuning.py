@@ -25,7 +25,7 @@ from ops.launch import KernelError, launch
 from ops.products import dense, expert_tiles, experts, few_tokens, pipeline
 from ops.products.expert_tiles import choose_few
 from ops.products.few_tokens import FewTiles, choose_few_tiles
-from ops.products.fragments import TILE
+from ops.products.fragments import TILE, UNROLLED
 from ops.products.tilings import Place, Tiles, choose_tiles, place_of
 from ops.products.weights import Weight
 
@@ -147,7 +147,7 @@ def few_tilings(weight: Weight, place: Place, tokens: int) -> list[FewTiles]:
     shares = {TILE, few_tokens.BLOCK} if is_dense and tokens % TILE == 0 else {few_tokens.BLOCK}
     found = {}
     for rows, warps, depth, x_depth, most in itertools.product(
-        sorted(rows_of), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8), (1, 2, 4), sorted(shares)
+        sorted(rows_of), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 0), (1, 2, 4), sorted(shares)
     ):
         tiles = FewTiles(rows, warps, depth, most, x_depth)
         own = min(tokens, most) if is_dense else TILE
@@ -160,6 +160,11 @@ def few_tilings(weight: Weight, place: Place, tokens: int) -> list[FewTiles]:
             continue
         tiles = replace(tiles, depth=s["depth"], x_depth=s["x_depth"])
         found[(rows, warps, s["depth"], s["x_depth"], own)] = tiles
+        if not is_dense:
+            loops = (False, True) if s["depth"] < steps <= UNROLLED else (False,)
+            for loop, registers in itertools.product(loops, (0, 64)):
+                more = replace(tiles, loop=loop, registers=registers)
+                found[(rows, warps, s["depth"], s["x_depth"], loop, registers)] = more
     return list(found.values())
 
 
@@ -168,9 +173,10 @@ def distance(one: AnyTiles, other: AnyTiles) -> float:
     pairs = [(getattr(one, name), getattr(other, name)) for name in ("rows", "warps", "depth")]
     if isinstance(one, FewTiles):
         pairs += [(one.x_depth, other.x_depth), (one.tokens, other.tokens)]
+        pairs += [(2 + one.loop, 2 + other.loop)]
     else:
         pairs += [(one.lanes, other.lanes), (1 + one.stay, 1 + other.stay)]
-        pairs += [(1 + (one.registers > 0), 1 + (other.registers > 0))]
+    pairs += [(2 + (one.registers > 0), 2 + (other.registers > 0))]
     return sum(abs(log2((a or 8) / (b or 8))) for a, b in pairs)
 
 

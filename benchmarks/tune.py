@@ -312,9 +312,10 @@ def search(
     begin = time.monotonic()
     compile_ahead(list(tasks), gpu_of(torch.device("cuda")))
     print(f"{len(tasks)} kernels in {time.monotonic() - begin:.0f} s", flush=True)
-    for T, tuning, layers, tried in searches:
+    for n, (T, tuning, layers, tried) in enumerate(searches):
+        now = time.monotonic()  # the time left is divided
         print(f"{T} tokens:")
-        faster = tune_layers(tuning, layers, tried, until)
+        faster = tune_layers(tuning, layers, tried, now + (until - now) / (len(searches) - n))
         print(formatted(table_of(faster)), flush=True)
         found |= faster
     return found
