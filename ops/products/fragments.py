@@ -170,7 +170,7 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         pairs = weights.scale + first * (s.words // 8)
         pairs += own * (s.words // 8) + lane // 32 % s.warps * 2 + lane % 4 // 2
         pairs += MORE * (s.words // 8) + step * (s.step_words // 8)
-        tile = tile + (tl.load(pairs).to(tl.int32) >> lane % 2 * 8 & 0xFF,)
+        tile = tile + (tl.load(pairs),)
     elif s.step_scaled or s.e2m1 or s.two_bits:
         GROUPS: tl.constexpr = s.words // s.run
         if s.step_words % s.run == 0:
@@ -326,7 +326,10 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.kind == "nvfp4":
         return _pair_factors(tile[1], s, DTYPE)
     elif s.e2m1:
-        return _of_units(e2m1_factor(tile[1], DTYPE), s)
+        # Of a pair here, not where it is loaded: nothing waits for it before x is loaded.
+        lane = tl.arange(0, s.rows * s.warps * 4)
+        scale = tile[1].to(tl.int32) >> lane % 2 * 8 & 0xFF
+        return _of_units(e2m1_factor(scale, DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.sharing > 0:
