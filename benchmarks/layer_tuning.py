@@ -142,8 +142,10 @@ def few_tilings(weight: Weight, place: Place, tokens: int) -> list[FewTiles]:
     Programs of a dense product take all tokens, or TILE of them; others the pairs of a tile.
     """
     loads, is_dense = (2 if place.work == "tiles 2" else 1), place.work == "dense"
-    even = -(-weight.out // weight.multiprocessors)  # a program on each multiprocessor
-    rows_of = {16, 32, even} if is_dense and 16 < even < 32 else {16, 32}
+    rows_of = {16, 32}
+    if is_dense:  # and as many that each multiprocessor has one program, or two
+        even = (-(-weight.out // (n * weight.multiprocessors)) for n in (1, 2))
+        rows_of |= {rows for rows in even if 16 < rows < 32}
     shares = {TILE, few_tokens.BLOCK} if is_dense and tokens % TILE == 0 else {few_tokens.BLOCK}
     found = {}
     for rows, warps, depth, x_depth, most in itertools.product(
