@@ -83,6 +83,8 @@ class FewSettings(Codes):
     has_zeros = property(lambda s: s.kind in ("hqq", "q4_k", "q5_k"))
     # Whether the fields K and K + 2 have a scale of their own, for K = 0 and K = 1.
     halves = property(lambda s: s.kind == "q6_k")
+    # Whether pairs of mxfp4's scales are of one row, and begin at an even quad of each step.
+    whole_pairs = property(lambda s: s.kind == "mxfp4" and s.words % 8 == s.step_words % 8 == 0)
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
@@ -167,10 +169,15 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
     elif s.kind == "mxfp4":
         # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
         # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
-        pairs = weights.scale + first * (s.words // 8)
-        pairs += own * (s.words // 8) + lane // 32 % s.warps * 2 + lane % 4 // 2
-        pairs += MORE * (s.words // 8) + step * (s.step_words // 8)
-        tile = tile + (tl.load(pairs),)
+        if s.whole_pairs:
+            pairs = weights.scale + first * (s.words // 8)
+            pairs += own * (s.words // 8) + word // 8
+            pairs += MORE * (s.words // 8) + step * (s.step_words // 8)
+            tile = tile + (tl.load(pairs),)
+        else:
+            group = rows * (s.words // 4) + (step * s.step_words + word) // 4
+            pair = tl.load(weights.scale + group // 2).to(tl.int32)
+            tile = tile + (pair >> group % 2 * 8 & 0xFF,)
     elif s.step_scaled or s.e2m1 or s.two_bits:
         GROUPS: tl.constexpr = s.words // s.run
         if s.step_words % s.run == 0:
@@ -326,9 +333,10 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.kind == "nvfp4":
         return _pair_factors(tile[1], s, DTYPE)
     elif s.e2m1:
-        # Of a pair here, not where it is loaded: nothing waits for it before x is loaded.
-        lane = tl.arange(0, s.rows * s.warps * 4)
-        scale = tile[1].to(tl.int32) >> lane % 2 * 8 & 0xFF
+        scale = tile[1]
+        if s.whole_pairs:  # taken apart here: nothing waits for it before x is loaded
+            lane = tl.arange(0, s.rows * s.warps * 4)
+            scale = scale.to(tl.int32) >> lane % 2 * 8 & 0xFF
         return _of_units(e2m1_factor(scale, DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
