@@ -161,12 +161,11 @@ def few_tilings(weight: Weight, place: Place, tokens: int) -> list[FewTiles]:
         if steps * words > s["words"] * (1 + MAX_WASTE) or held > MAX_FEW_REGISTERS:
             continue
         tiles = replace(tiles, depth=s["depth"], x_depth=s["x_depth"])
-        found[(rows, warps, s["depth"], s["x_depth"], own)] = tiles
-        if not is_dense:
-            loops = (False, True) if s["depth"] < steps <= UNROLLED else (False,)
-            for loop, registers in itertools.product(loops, (0, 64)):
-                more = replace(tiles, loop=loop, registers=registers)
-                found[(rows, warps, s["depth"], s["x_depth"], loop, registers)] = more
+        can_loop = not is_dense and s["depth"] < steps <= UNROLLED
+        caps = (0,) if is_dense else (0, 64)
+        for loop, registers in itertools.product((False, True)[: 1 + can_loop], caps):
+            key = rows, warps, s["depth"], s["x_depth"], own, loop, registers
+            found[key] = replace(tiles, loop=loop, registers=registers)
     return list(found.values())
 
 
