@@ -26,7 +26,7 @@ front it is tried for products with that many rows alone.
 import argparse
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -35,14 +35,18 @@ from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
 from benchmarks.fused_decode import Layers, load_layers
 from benchmarks.layer_tuning import Tuning
+from cli.compile_helper import start
 from cli.parser import Parser
 from ops.attention import delta
+from ops.compile_ahead import collect
+from ops.gpu import gpu_of
 from ops.products import dense, experts, few_tokens, join
 from ops.products.few_tokens import FewTiles
 from ops.products.join import Join
 from ops.products.tilings import Place, Tiles
 from ops.products.weights import BITS, Weight
 from parallel import process_group
+from runtime.compile_ahead import compile_ahead
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
 from runtime.weights import bytes_per_token, stored_bytes
@@ -150,6 +154,22 @@ class Tokens:
         self.runner, self.head = FusedRunner(self.model), fused_head(self.model)
         self.bandwidth = read_bandwidth(options.device)
 
+    def forms(self, tokens: int) -> list[str]:
+        """Return the forms that are measured."""
+        given = self.options.forms
+        names = list(FORMS) if given == [] else ["chosen", *(given or ())]
+        return names if tokens > 1 else ["chosen"]
+
+    def compile_all(self) -> None:
+        """Compile what will be measured, side by side."""
+        tasks: dict[str, None] = {}
+        for tokens in self.options.tokens:
+            for name in self.forms(tokens):
+                layers = Layers(self.model, self.runner, self.options.position, tokens)
+                with forced(FORMS[name]), suppress(RuntimeError, ValueError):
+                    tasks |= dict.fromkeys(collect(layers.run))
+        compile_ahead(list(tasks), gpu_of(self.options.device))
+
     def row(self, tokens: int, name: str) -> str:
         """Return the row of a form."""
         layers = Layers(self.model, self.runner, self.options.position, tokens)
@@ -203,12 +223,11 @@ class Tokens:
 
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
+        self.compile_all()
         for tokens in self.options.tokens:
             if tokens > 1 and (self.options.gate_up or self.options.down or self.options.few):
                 self.try_given(tokens)
-            forms = self.options.forms
-            names = FORMS if forms == [] else ["chosen", *(forms or ())]
-            for name in names if tokens > 1 else ["chosen"]:
+            for name in self.forms(tokens):
                 with forced(FORMS[name]):
                     try:
                         print(self.row(tokens, name), flush=True)
@@ -245,6 +264,7 @@ def main() -> None:
     try:
         for case in options.cases:
             if options.tokens:
+                start()  # imports Triton while weights are made
                 Tokens(case, options).measure()
             else:
                 measure(case, options.down, options)
