@@ -52,7 +52,7 @@ class Tuning:
         self.chosen: dict[Place, AnyTiles] = {}
         self.seen: dict[Place, Weight] = {}
         self.today: dict[Place, AnyTiles] = {}  # what they choose
-        self.last: Place | None = None  # of the product that is about to be launched
+        self.last: Place | None = None  # the product that is about to be launched
 
     def choose(
         self, weight: Weight, quads: int, loads: int, tokens: int = 1, summed: bool = False

@@ -333,7 +333,14 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
     add("--mode", default=PLAIN, help="number format, as of benchmark.py")
-    add("--tokens", type=int, nargs="+", default=[1], metavar="N", help="of a step, 1 to 16 (1)")
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="tokens of a step, 1 to 16 (1)",
+    )
     add("--ranks", type=int, default=1, help="tune the products of one of this many GPUs")
     add("--tries", type=int, default=40, help="other tilings of a product (40)")
     add("--seconds", type=float, default=math.inf, metavar="S", help="try no further product then")

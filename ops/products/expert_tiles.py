@@ -77,7 +77,7 @@ class ExpertSettings(FewSettings):
 
     activation: Activation | None  # None: the product is down
     active: int  # A
-    order: UnitOrder | None = None  # of the numbers of a result
+    order: UnitOrder | None = None  # in which results are stored
     begin: int = 0  # the first expert of the weight, if it has not all
     end: int = 0  # one past the last; 0: it has all
 

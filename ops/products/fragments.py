@@ -130,13 +130,24 @@ def _rows_and_words(lane, row, step, LAST: tl.constexpr, s: tl.constexpr):
 
 
 @jit
+def _address(tensor, first, each, of_lane, MORE: tl.constexpr, begin):
+    """Return a lane's address in rows of `each` elements.
+
+    The program's first row, the lane's element, then what is the same for all lanes: MORE rows, and
+    the step's first element. In this order the compiler puts constants into the loads, so that all
+    steps share the lane's address.
+    """
+    address = tensor + first * each
+    address += of_lane
+    address += MORE * each + begin
+    return address
+
+
+@jit
 def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.constexpr):
     """Load a step of the rows from `first` on, for each warp; N: of gate, 0, or of up, 1.
 
     Return units [rows / 8 * warps * 32 * 2 vec], then scales and zeros, one number a lane.
-
-    Addresses are the program's, plus a lane's, plus constants of N and the step: so all loads share
-    a lane's address. The compiler does not divide a sum of 32 bits.
     """
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
@@ -145,62 +156,38 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
     at = tl.arange(0, LANES * UNITS)
     own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
-    units = weights.codes + first * (2 * s.words)
-    units += own * (2 * s.words) + word * 2 + at % UNITS
-    units += MORE * 2 * s.words + step * (2 * s.step_words)
+    of_lane = own * (2 * s.words) + word * 2 + at % UNITS
+    units = _address(weights.codes, first, 2 * s.words, of_lane, MORE, step * (2 * s.step_words))
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
     if not (s.e2m1 or s.two_bits):
         lane = lane[:, None]
     own, word = _rows_and_words(lane, row, step, LAST, s)
-    rows = row + own
     if s.gguf:
-        tile = tile + _load_gguf_scales(weights, rows, step * s.step_words + word, s)
+        tile = tile + _load_gguf_scales(weights, row + own, step * s.step_words + word, s)
         if s.sharing > 0:
             own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
             rows, word = row + own, step * s.step_words + word
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
-        word += step * s.step_words
+        rows, word = row + own, step * s.step_words + word
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.kind == "mxfp4":
         # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
         # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
         if s.whole_pairs:
-            pairs = weights.scale + first * (s.words // 8)
-            pairs += own * (s.words // 8) + word // 8
-            pairs += MORE * (s.words // 8) + step * (s.step_words // 8)
-            tile = tile + (tl.load(pairs),)
+            PAIRS: tl.constexpr = s.words // 8
+            of_lane, begin = own * PAIRS + word // 8, step * (s.step_words // 8)
+            tile = tile + (tl.load(_address(weights.scale, first, PAIRS, of_lane, MORE, begin)),)
         else:
-            group = rows * (s.words // 4) + (step * s.step_words + word) // 4
+            group = (row + own) * (s.words // 4) + (step * s.step_words + word) // 4
             pair = tl.load(weights.scale + group // 2).to(tl.int32)
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
     elif s.step_scaled or s.e2m1 or s.two_bits:
-        GROUPS: tl.constexpr = s.words // s.run
-        if s.step_words % s.run == 0:
-            group = own * GROUPS + word // s.run
-            begin = step * (s.step_words // s.run)
-        else:
-            group = own * GROUPS + (step * s.step_words + word) // s.run
-            begin = 0
-        scale = weights.scale + first * GROUPS
-        scale += group
-        scale += MORE * GROUPS + begin
-        tile = tile + (tl.load(scale),)
-        if s.half_quadratic:
-            zero = weights.zero + first * GROUPS
-            zero += group
-            zero += MORE * GROUPS + begin
-            if weights.scale_step is None:
-                tile = tile + (tl.load(zero),)
-            else:
-                step_low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-                tile = tile + step_low + (tl.load(zero),)
-                step_low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-                tile = tile + step_low
+        tile = tile + _load_group_scales(weights, first, own, word, step, MORE, s)
     if s.kind == "hqq3":
         # Select the word by the mask of a load: Triton 3.6 moves loads to the lanes that multiply
         # what they loaded, but moves nothing that depends on a position.
@@ -211,6 +198,28 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         tile = tile + (tl.load(thirds, mask=at // 2 % 2 == 0, other=0),)
         tile = tile + (tl.load(thirds, mask=odd, other=0),)
     return tile
+
+
+@jit
+def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the scales of groups, or of words, and zeros if there are some.
+
+    own, word: of `_rows_and_words`. The others: as of `_address`.
+    """
+    EACH: tl.constexpr = s.words // s.run
+    if s.step_words % s.run == 0:
+        of_lane, begin = own * EACH + word // s.run, step * (s.step_words // s.run)
+    else:
+        of_lane, begin = own * EACH + (step * s.step_words + word) // s.run, 0
+    found = (tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin)),)
+    rows = first + MORE + own
+    if s.half_quadratic and weights.scale_step is not None:
+        found = found + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
+    if s.half_quadratic:
+        found = found + (tl.load(_address(weights.zero, first, EACH, of_lane, MORE, begin)),)
+    if s.half_quadratic and weights.zero_step is not None:
+        found = found + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
+    return found
 
 
 @jit
