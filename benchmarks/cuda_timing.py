@@ -13,15 +13,18 @@ def require_gpu(parser: Parser) -> None:
         parser.error(f"{parser.prog} needs a CUDA GPU")
 
 
-def graph_seconds(function: Callable, arguments: Sequence, repeats: int = 20) -> float:
+def graph_seconds(
+    function: Callable, arguments: Sequence, repeats: int = 20, warmups: int = 2
+) -> float:
     """Return the time of one call: the best replay of a graph with one call for each argument.
 
-    Give arguments that select different weights, more of them than L2 holds.
+    Give arguments that select different weights, more of them than L2 holds. warmups: calls before
+    the capture; 0: the function has run.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # it has launched what computes the arguments
     with torch.cuda.stream(stream):
-        for _ in range(2):  # compiles
+        for _ in range(warmups):  # compiles
             for argument in arguments:
                 function(argument)
     torch.cuda.synchronize()

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
-from benchmarks.tune import BFLOAT16, MAX_ERROR, Weights, tilings_of
+from benchmarks.layer_tuning import MAX_ERROR, tilings_of
+from benchmarks.tune import BFLOAT16, Weights
 from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
@@ -181,7 +182,7 @@ class Product:
         weight, case = self.weights.kernel, self.case
         if case.E:
             tile = choose_tile(case.E, tokens * case.A)
-            default = choose_few(weight, case.product == "gate_up", tile)
+            default = choose_few(weight, case.product == "gate_up", tile, tokens)
         else:
             default = choose_few_tiles(weight, tokens)
         apart = case.product == "wqkv" and tokens > dense.IN_REGISTERS[BITS[weight.kind]]

@@ -98,8 +98,10 @@ class Layers:
             found.append(((got - x).float().norm() / size).item())
         return found
 
-    def microseconds(self) -> float:
-        return graph_seconds(self.run, [None]) * 1e6 / len(self.model.layers)
+    def microseconds(self, warmups: int = 2) -> float:
+        """Return us a layer. warmups: as of `graph_seconds`."""
+        seconds = graph_seconds(self.run, [None], warmups=warmups)
+        return seconds * 1e6 / len(self.model.layers)
 
     def kernels(self) -> list[tuple[str, float, float]]:
         """Return the kernels of the middle layer: name, start and duration in us.

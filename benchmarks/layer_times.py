@@ -26,7 +26,7 @@ front it is tried for products with that many rows alone.
 import argparse
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -34,16 +34,19 @@ import torch
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import read_bandwidth
 from benchmarks.fused_decode import Layers, load_layers
-from benchmarks.tune import LayerProduct, Tuning
+from benchmarks.layer_tuning import Tuning
+from cli.compile_helper import start
 from cli.parser import Parser
 from ops.attention import delta
-from ops.products import dense, expert_tiles, experts, few_tokens, join, pipeline
-from ops.products.expert_tiles import choose_few
-from ops.products.few_tokens import FewTiles, choose_few_tiles
+from ops.compile_ahead import collect
+from ops.gpu import gpu_of
+from ops.products import dense, experts, few_tokens, join
+from ops.products.few_tokens import FewTiles
 from ops.products.join import Join
-from ops.products.tilings import Tiles
+from ops.products.tilings import Place, Tiles
 from ops.products.weights import BITS, Weight
 from parallel import process_group
+from runtime.compile_ahead import compile_ahead
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
 from runtime.weights import bytes_per_token, stored_bytes
@@ -87,7 +90,7 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
     arch, mode, count = case
     model = load_layers(arch, mode, count, options.device)
     tuning, main = Tuning(), process_group.is_main()
-    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
+    with tuning.replaced():
         layers = Layers(model, FusedRunner(model), options.position)
         norm = layers.run().float().norm().item()
         first, second = layers.microseconds(), layers.microseconds()
@@ -100,10 +103,10 @@ def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
 
 
-def expert_products(tuning: Tuning, loads: int) -> list[LayerProduct]:
+def expert_products(tuning: Tuning, loads: int) -> list[Place]:
     """Return the products of experts that were seen. loads: 2 of gate and up, 1 of down."""
     seen = tuning.seen.items()
-    return [product for product, w in seen if w.parts[0].dim() == 3 and product[3] == loads]
+    return [place for place, w in seen if w.parts[0].dim() == 3 and place.work == str(loads)]
 
 
 def in_registers(tokens: int) -> tuple:
@@ -141,25 +144,6 @@ def forced(replaced: Iterable[tuple]) -> Iterator[None]:
         yield
 
 
-class FewTuning:
-    """Tilings that replace those on tensor cores, by a weight's shape, and what was seen."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[tuple[int, int], FewTiles] = {}
-        self.seen: dict[tuple[int, int], FewTiles] = {}
-
-    def choose(self, weight: Weight, tokens: int = few_tokens.TILE) -> FewTiles:
-        return self.note(weight, choose_few_tiles(weight, tokens))
-
-    def choose_of_experts(self, weight: Weight, gated: bool, tile: int) -> FewTiles:
-        return self.note(weight, choose_few(weight, gated, tile))
-
-    def note(self, weight: Weight, default: FewTiles) -> FewTiles:
-        shape = weight.out, weight.width
-        self.seen[shape] = default
-        return self.chosen.get(shape, default)
-
-
 class Tokens:
     """Measures a model's layers and head for several numbers of tokens."""
 
@@ -169,6 +153,22 @@ class Tokens:
         self.model = load_layers(*case, options.device)
         self.runner, self.head = FusedRunner(self.model), fused_head(self.model)
         self.bandwidth = read_bandwidth(options.device)
+
+    def forms(self, tokens: int) -> list[str]:
+        """Return the forms that are measured."""
+        given = self.options.forms
+        names = list(FORMS) if given == [] else ["chosen", *(given or ())]
+        return names if tokens > 1 else ["chosen"]
+
+    def compile_all(self) -> None:
+        """Compile what will be measured, side by side."""
+        tasks: dict[str, None] = {}
+        for tokens in self.options.tokens:
+            for name in self.forms(tokens):
+                layers = Layers(self.model, self.runner, self.options.position, tokens)
+                with forced(FORMS[name]), suppress(RuntimeError, ValueError):
+                    tasks |= dict.fromkeys(collect(layers.run))
+        compile_ahead(list(tasks), gpu_of(self.options.device))
 
     def row(self, tokens: int, name: str) -> str:
         """Return the row of a form."""
@@ -192,13 +192,8 @@ class Tokens:
 
     def try_given(self, tokens: int) -> None:
         """Print us a layer with each tiling of --gate_up, --down and --few, one at a time."""
-        tuning, few, options = Tuning(), FewTuning(), self.options
-        replaced = (
-            (pipeline, "choose_tiles", tuning.choose),
-            (few_tokens, "choose_few_tiles", few.choose),
-            (expert_tiles, "choose_few", few.choose_of_experts),
-        )
-        with forced(replaced):
+        tuning, options = Tuning(), self.options
+        with tuning.replaced():
             layers = Layers(self.model, self.runner, options.position, tokens)
             layers.run()
 
@@ -218,22 +213,21 @@ class Tokens:
                 for tiles in tilings:
                     tuning.chosen = dict.fromkeys(expert_products(tuning, loads), tiles)
                     show(f"{name} {tiles}")
+            on_tensor_cores = {p: t for p, t in tuning.today.items() if isinstance(t, FewTiles)}
+            for place, today in on_tensor_cores.items():
+                for tiles in (tiles for out, tiles in options.few if out in (0, place.out)):
+                    tuning.chosen = {place: tiles}
+                    show(f"{place.group}, {place.shape}: {tiles} (chosen: {today})")
             tuning.chosen = {}
-            for shape, default in list(few.seen.items()):
-                for tiles in (tiles for out, tiles in options.few if out in (0, shape[0])):
-                    few.chosen = {shape: tiles}
-                    show(f"product {shape}: {tiles} (chosen: {default})")
-            few.chosen = {}
             show("chosen")
 
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
+        self.compile_all()
         for tokens in self.options.tokens:
             if tokens > 1 and (self.options.gate_up or self.options.down or self.options.few):
                 self.try_given(tokens)
-            forms = self.options.forms
-            names = FORMS if forms == [] else ["chosen", *(forms or ())]
-            for name in names if tokens > 1 else ["chosen"]:
+            for name in self.forms(tokens):
                 with forced(FORMS[name]):
                     try:
                         print(self.row(tokens, name), flush=True)
@@ -270,6 +264,7 @@ def main() -> None:
     try:
         for case in options.cases:
             if options.tokens:
+                start()  # imports Triton while weights are made
                 Tokens(case, options).measure()
             else:
                 measure(case, options.down, options)

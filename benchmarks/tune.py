@@ -1,32 +1,46 @@
-"""Tilings of a model's one-token products: the fastest on this GPU, by product.
+"""Tilings of a model's products: the fastest on this GPU, by product.
 
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4
+    python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4 --tokens 4 8 16 --seconds 200
     python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4 --write
 
-A product is one launch of ops/products/dense.py or experts.py. A tiling is first checked against
-unpacked weights in fp64, and timed alone, over more copies of its weight than L2 holds. Alone a
-product may want other tiles than among others, so the best of these are then timed with whole
-layers around them. --write puts those with which layers are faster than today by MIN_GAIN into
-ops/products/tilings.json, under this GPU's class. With --ranks products are timed alone only.
-After --seconds no further product is tried in layers, and --write keeps those found so far.
+A product is one launch of ops/products/dense.py or experts.py, of several tokens of few_tokens.py
+or expert_tiles.py, too. One token's tilings are first checked against unpacked weights in fp64, and
+timed alone, over more copies of a weight than L2 holds. Alone a product may want other tiles than
+among others, so the best of these are then timed with whole layers around them. With --ranks
+products are timed alone only.
+
+--tokens: steps of as many tokens. Their tilings are timed in whole layers alone, the --tries
+tilings that differ least from today's, after a check that the product's result is today's.
+
+Prints the tilings with which layers are faster than today by MIN_GAIN, as the table has them, and
+--write puts them into ops/products/tilings.json, under this GPU's class. After --seconds no further
+product is tried in layers: those found so far count.
 """
 
 import json
 import math
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.fused_decode import Layers, load_layers
+from benchmarks.layer_tuning import (
+    MAX_ERROR,
+    AnyTiles,
+    Tuning,
+    tasks_of,
+    tilings_near,
+    tilings_of,
+    tune_layers,
+)
+from cli.compile_helper import start
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import DTYPES
@@ -37,59 +51,26 @@ from ops.compile_ahead import collect
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import Gpu, gpu_of
 from ops.launch import KernelError
-from ops.products import pipeline, tilings
+from ops.products import tilings
 from ops.products.dense import Norm, dense_product, norm_apart
 from ops.products.experts import down, multiply_each
-from ops.products.tilings import Tiles, choose_tiles
+from ops.products.tilings import Place, Tiles, choose_tiles
 from ops.products.weights import BITS, Weight, packed_weight, plain_weight
 from runtime.compile_ahead import compile_ahead
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
-from runtime.fused_layer import FusedExperts, FusedLayer, fused_layers
+from runtime.fused_layer import MAX_FEW, FusedExperts, FusedLayer, fused_layers
 from tp import ModelShard
 
 LAYERS = 8  # they have each kind of layer
 L2_SIZES = 4  # all copies of a weight, as a multiple of L2
-MAX_ERROR = 8e-3  # relative; results are rounded to bf16
-MAX_TILE_REGISTERS = 96  # a lane's, for weights in flight
-MAX_WASTE = 0.35  # lanes that have no quad, of a row's chunks
-MAX_HELD = 4  # chunks of x that staying programs have in registers
-MIN_GAIN = 0.003  # a layer's
 ALONE_GAIN = 0.01  # a product's, where products are timed alone only
 # Layers are timed with up to FINALISTS tilings of a product, which alone are at most MAX_SLOWER
-# times as slow as the fastest one; then with the BEST, ROUNDS times.
+# times as slow as the fastest one.
 FINALISTS = 24
 MAX_SLOWER = 1.5
-BEST = 5
-ROUNDS = 3
-TURNS = 2  # a product may want other tilings, once those after it have changed
 POSITION = 100
-# Kind, rows of the weight, quads of x, loads, tokens.
-LayerProduct = tuple[str, int, int, int, int]
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-
-
-def tilings_of(quads: int, loads: int) -> list[Tiles]:
-    """Return tilings for a product, in an order drawn once. loads: 2 for gate and up, else 1.
-
-    quads: of x, to which its chunks add up to MAX_WASTE. One to four chunks are in flight, or as
-    many as registers allow. Programs stay if all of x fits in registers.
-    """
-    found = []
-    for lanes in (32, 64, 128, 256):
-        chunks = -(-quads // lanes)
-        if lanes > max(quads, 32) or chunks * lanes > max(quads * (1 + MAX_WASTE), 32):
-            continue
-        for rows in (1, 2, 4, 8, 16):
-            most = min(chunks, MAX_TILE_REGISTERS // (4 * rows * loads))
-            for depth in range(1, most + 1):
-                if 4 < depth < most:
-                    continue
-                found.append(Tiles(rows, lanes, depth, lanes // 32))
-                if chunks <= MAX_HELD and chunks % depth == 0:
-                    found.append(Tiles(rows, lanes, depth, lanes // 32, stay=True))
-    random.Random(0).shuffle(found)
-    return found
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -143,10 +124,10 @@ class Shape:
     activation: Activation | None = None  # of each expert's result; None: experts are summed
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        """What the table knows it by. Gate and up read one x."""
+    def place(self) -> Place:
+        """Where the table has its tiles. Gate and up read one x."""
         summed = 1 if self.activation else max(self.experts, 1)
-        return self.kind, self.loads, self.out, self.quads * summed
+        return Place(self.kind, str(self.loads), 1, self.out, self.quads * summed)
 
 
 def weights_of(layer: FusedLayer) -> Iterator[tuple[str, Weight, int, bool, Activation | None]]:
@@ -265,7 +246,7 @@ class Product:
 def candidates_of(product: Product, tries: int) -> list[Tiles]:
     """Return today's tiling of a product, then others."""
     shape = product.shape
-    quads = shape.key[-1]
+    quads = shape.place.quads
     today = choose_tiles(product.weights.kernel, quads, shape.loads)
     others = [tiles for tiles in tilings_of(quads, shape.loads) if tiles != today]
     return [today, *others[:tries]]
@@ -283,8 +264,8 @@ def compile_tilings(candidates: dict[Product, list[Tiles]]) -> None:
 def tune(product: Product, name: str, candidates: list[Tiles]) -> list[tuple[float, Tiles]]:
     """Time today's tiling and others alone; print them -> us and tiling, the fastest first."""
     times = {tiles: product.measure(tiles) for tiles in candidates}
-    today, (kind, _, out, quads) = candidates[0], product.shape.key
-    print(f"{name}: {kind} {out} x {quads} quads, {product.nbytes / 1e6:.1f} MB")
+    today, place = candidates[0], product.shape.place
+    print(f"{name}: {place.group}, {place.shape}, {product.nbytes / 1e6:.1f} MB")
     right = sorted((us, str(tiles), tiles) for tiles, us in times.items() if us)
     for us, text, tiles in right[:8]:
         mark = " (today's)" if tiles == today else ""
@@ -301,79 +282,43 @@ def faster_alone(times: list[tuple[float, Tiles]], today: Tiles) -> Tiles | None
 # Whole layers -------------------------------------------------------------------------------------
 
 
-class Tuning:
-    """Tilings that replace those of `choose_tiles`, and the products seen."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[LayerProduct, Tiles] = {}
-        self.seen: dict[LayerProduct, Weight] = {}
-
-    def choose(self, weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
-        product = weight.kind, weight.out, quads, loads, tokens
-        self.seen[product] = weight
-        return self.chosen.get(product) or choose_tiles(weight, quads, loads, tokens)
-
-    def times(
-        self, measure: Callable[[], float], product: LayerProduct, tilings: list[Tiles], rounds: int
-    ) -> dict[Tiles, float]:
-        """Return what `measure` gives with each tiling of a product, the median of rounds."""
-        before, found = dict(self.chosen), []
-        for tiles in tilings * rounds:  # in turn, so that all see the same clocks
-            self.chosen[product] = tiles
-            found.append(measure())
-        self.chosen = before
-        return {tiles: median(found[n :: len(tilings)]) for n, tiles in enumerate(tilings)}
-
-
-def tune_layers(
-    layers: Layers, finalists: dict[tuple, list[Tiles]], until: float
-) -> dict[tuple, Tiles]:
-    """Time layers with tilings of one product after the other -> those that make them faster.
-
-    finalists: tilings by `Shape.key`, today's first. A product that is faster keeps its tiling
-    while the others are tried. until: no product is begun after this time (time.monotonic).
-    """
-    tuning = Tuning()
-    with mock.patch.object(pipeline, "choose_tiles", tuning.choose):
-        layers.run()
-        tilings = {p: finalists[key_of(p)] for p in tuning.seen if key_of(p) in finalists}
-        tasks = []
-        for product, tried in tilings.items():
-            for tiles in tried:
-                tuning.chosen = {product: tiles}
-                tasks += collect(layers.run)
-        tuning.chosen = {}
-        compile_ahead(tasks, gpu_of(torch.device("cuda")))
-        for product in list(tilings) * TURNS:
-            if time.monotonic() > until:
-                print("no time for further products")
-                break
-            today = tilings[product][0]
-            times = tuning.times(layers.microseconds, product, tilings[product], 1)
-            others = sorted((tiles for tiles in times if tiles != today), key=times.__getitem__)
-            tilings[product] = [today, *others[:BEST]]
-            times = tuning.times(layers.microseconds, product, tilings[product], ROUNDS)
-            print(f"a layer, {product[0]} {product[1]} x {product[2]} quads:")
-            for tiles, us in times.items():
-                print(f"  {us:7.2f} us  {tiles}", flush=True)
-            best = min(times, key=times.__getitem__)
-            tuning.chosen.pop(product, None)
-            if times[best] < times[today] * (1 - MIN_GAIN):
-                tuning.chosen[product] = best
-        print(f"a layer: {layers.microseconds():.2f} us")
-    return {key_of(product): tiles for product, tiles in tuning.chosen.items()}
-
-
-def choose_finalists(times: list[tuple[float, Tiles]], today: Tiles) -> list[Tiles]:
+def choose_finalists(times: list[tuple[float, Tiles]], today: Tiles) -> list[AnyTiles]:
     """Return today's tiling, and those that are not much slower alone than the fastest."""
     others = [t for us, t in times if t != today and us <= times[0][0] * MAX_SLOWER]
     return [today, *others[:FINALISTS]]
 
 
-def key_of(product: LayerProduct) -> tuple[str, int, int, int]:
-    """Return the `Shape.key` of a product of layers."""
-    kind, out, quads, loads, _ = product
-    return kind, loads, out, quads
+def search(
+    model: Transformer, tokens: Sequence[int], tries: int, until: float, finalists: dict
+) -> dict[Place, AnyTiles]:
+    """Time whole layers for several numbers of tokens -> tilings that make them faster.
+
+    finalists: tilings of one token, today's first. Prints what was found for each number.
+    """
+    runner, searches, tasks, found = FusedRunner(model), [], {}, {}
+    for T in tokens:
+        tuning, layers = Tuning(), Layers(model, runner, POSITION, T)
+        with tuning.replaced():
+            collect(layers.run)
+        if T == 1:
+            tried = {place: finalists[place] for place in tuning.seen if place in finalists}
+        else:
+            tried = {
+                place: tilings_near(today, tuning.seen[place], place, T, tries)
+                for place, today in tuning.today.items()
+            }
+        tasks |= dict.fromkeys(tasks_of(tuning, layers.run, tried))
+        searches.append((T, tuning, layers, tried))
+    begin = time.monotonic()
+    compile_ahead(list(tasks), gpu_of(torch.device("cuda")))
+    print(f"{len(tasks)} kernels in {time.monotonic() - begin:.0f} s", flush=True)
+    for n, (T, tuning, layers, tried) in enumerate(searches):
+        now = time.monotonic()  # the time left is divided
+        print(f"{T} tokens:")
+        faster = tune_layers(tuning, layers, tried, now + (until - now) / (len(searches) - n))
+        print(formatted(table_of(faster)), flush=True)
+        found |= faster
+    return found
 
 
 def build_parser() -> Parser:
@@ -381,12 +326,21 @@ def build_parser() -> Parser:
         __doc__.partition("\n")[0],
         (
             "python benchmarks/tune.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/tune.py --arch gpt-oss-20b --mode mxfp4 --tokens 4 8 --seconds 200",
             "python benchmarks/tune.py --arch Mixtral-8x7B --mode int8 --ranks 2 --write",
         ),
     )
     add = parser.add_argument
     add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
     add("--mode", default=PLAIN, help="number format, as of benchmark.py")
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="tokens of a step, 1 to 16 (1)",
+    )
     add("--ranks", type=int, default=1, help="tune the products of one of this many GPUs")
     add("--tries", type=int, default=40, help="other tilings of a product (40)")
     add("--seconds", type=float, default=math.inf, metavar="S", help="try no further product then")
@@ -394,17 +348,31 @@ def build_parser() -> Parser:
     return parser
 
 
-def write(gpu: Gpu, chosen: dict[tuple[str, int, int, int], Tiles]) -> None:
-    """Write tiles by kind, loads, rows and quads into the table, where the default differs."""
+def fields_of(tiles: AnyTiles) -> list[int]:
+    """Return a tiling's fields as the table has them: without the last ones that are 0."""
+    fields = list(map(int, astuple(tiles)))
+    while not fields[-1]:
+        fields.pop()
+    return fields
+
+
+def table_of(chosen: dict[Place, AnyTiles]) -> dict[str, dict[str, list[int]]]:
+    """Return tilings as the table has them, by group and shape."""
+    table: dict[str, dict[str, list[int]]] = {}
+    for place, tiles in chosen.items():
+        table.setdefault(place.group, {})[place.shape] = fields_of(tiles)
+    return table
+
+
+def write(gpu: Gpu, chosen: dict[Place, AnyTiles]) -> None:
+    """Write tilings into the table, where the default differs."""
     table = tilings.measured().setdefault(tilings.gpu_class(gpu), {})
-    for (kind, loads, out, quads), tiles in chosen.items():
-        group, shape = table.setdefault(f"{kind} {loads}", {}), f"{out}x{quads}"
-        group.pop(shape, None)
-        if tiles != tilings.DEFAULTS[kind, loads].tiles(quads):
-            fields = list(map(int, astuple(tiles)))
-            while not fields[-1]:
-                fields.pop()
-            group[shape] = fields
+    for place, tiles in chosen.items():
+        group = table.setdefault(place.group, {})
+        group.pop(place.shape, None)
+        default = tilings.DEFAULTS.get((place.kind, int(place.work))) if place.tokens == 1 else None
+        if default is None or tiles != default.tiles(place.quads):
+            group[place.shape] = fields_of(tiles)
     tilings.TABLE.write_text(formatted(tilings.measured()) + "\n")
 
 
@@ -412,7 +380,7 @@ def formatted(table: object, indent: str = "") -> str:
     """Return JSON with shapes in order, several a line."""
     if not isinstance(table, dict):
         return json.dumps(table)
-    if indent == "  ":
+    if all(isinstance(fields, list) for fields in table.values()):
         items = [f'"{shape}": {json.dumps(table[shape])}' for shape in sorted(table, key=numbers)]
         lines = (", ".join(items[n : n + 4]) for n in range(0, len(items), 4))
     else:
@@ -424,34 +392,50 @@ def numbers(shape: str) -> list[int]:
     return list(map(int, shape.split("x")))
 
 
+def tune_alone(
+    model: Transformer, tries: int
+) -> tuple[dict[Place, list[tuple[float, Tiles]]], dict[Place, Tiles]]:
+    """Time one token's products alone -> times as of `tune`, and today's tilings."""
+    shapes = shapes_of(model)
+    candidates = {p: candidates_of(p, tries) for p in map(Product, shapes)}
+    compile_tilings(candidates)
+    times, today = {}, {}
+    for product, tried in candidates.items():
+        place = product.shape.place
+        times[place], today[place] = tune(product, shapes[product.shape], tried), tried[0]
+    return times, today
+
+
 def main() -> None:
     options = (parser := build_parser()).parse_args()
     require_gpu(parser)
     until = time.monotonic() + options.seconds
+    if not all(1 <= T <= MAX_FEW for T in options.tokens):
+        parser.error(f"--tokens: a step has 1 to {MAX_FEW}")
+    if options.ranks > 1 and options.tokens != [1]:
+        parser.error("--tokens: with --ranks one token's products are tuned alone")
     torch.manual_seed(0)
+    start()
+    times, today, best = {}, {}, {}
     try:
         args = first_layers(architecture(options.arch), LAYERS)
         format = number_format(options.mode, args)
-        model = ModelShard(args, format, "tensor", rank=0, ranks=options.ranks).model
-        shapes = shapes_of(model.to(DTYPES[format.get("dtype", format["name"])]))
+        if 1 in options.tokens:
+            model = ModelShard(args, format, "tensor", rank=0, ranks=options.ranks).model
+            model = model.to(DTYPES[format.get("dtype", format["name"])])
+            times, today = tune_alone(model, options.tries)
+        if options.ranks == 1:
+            model = load_layers(options.arch, options.mode, LAYERS, torch.device("cuda"))
     except ValueError as error:  # no such model, or no kernels for it
         parser.error(str(error))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    candidates = {p: candidates_of(p, options.tries) for p in map(Product, shapes)}
-    compile_tilings(candidates)
-    times, today = {}, {}
-    for product, tried in candidates.items():
-        key = product.shape.key
-        times[key], today[key] = tune(product, shapes[product.shape], tried), tried[0]
-    del candidates, product  # their weights
     if options.ranks > 1:
-        best = {key: faster_alone(found, today[key]) for key, found in times.items()}
+        best = {place: faster_alone(found, today[place]) for place, found in times.items()}
     else:
-        finalists = {key: choose_finalists(found, today[key]) for key, found in times.items()}
-        model = load_layers(options.arch, options.mode, LAYERS, torch.device("cuda"))
-        best = tune_layers(Layers(model, FusedRunner(model), POSITION), finalists, until)
-    faster = {key: tiles for key, tiles in best.items() if tiles}
-    print(f"{len(faster)} of {len(times)} products have a faster tiling")
+        finalists = {place: choose_finalists(found, today[place]) for place, found in times.items()}
+        best = search(model, options.tokens, options.tries, until, finalists)
+    faster = {place: tiles for place, tiles in best.items() if tiles}
+    print(f"{len(faster)} products have a faster tiling")
     if options.write and faster:
         write(gpu_of(torch.device("cuda")), faster)
         print(f"written to {tilings.TABLE}")

@@ -49,7 +49,8 @@ from ops.declared import (
 )
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
-from ops.products.few_tokens import down_few
+from ops.products.few_tokens import down_few, unit_order
+from ops.products.few_x import UnitOrder
 from ops.products.join import NormRouter, norm_router, norm_tokens
 from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
@@ -334,7 +335,9 @@ class FusedExperts:
         self, x: Tensor, attended: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` for tokens that share experts."""
-        x, normed, scores = self.score(x, attended)
+        keeps = self.apart or self.norm is None or len(x) > MAX_FEW
+        order = None if keeps else unit_order(self.w13)
+        x, normed, scores = self.score(x, attended, order)
         add, branches = self.branches(x)
         routing = replace(self.routing, shared=1) if self.apart else self.routing
         indices, weights = route(scores, routing)
@@ -349,6 +352,7 @@ class FusedExperts:
             self.bias2,
             last=last,
             shared=self.apart,
+            ordered=order is not None,
             **add,
         )
         if branches is not None:
@@ -370,11 +374,16 @@ class FusedExperts:
         x, y, added = self.before.before_norm(x, attended)
         return x, *norm_router(y, self.normed_router, self.w13, indices, plain, **added)
 
-    def score(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `norm_and_score` returns, of tokens that share experts."""
+    def score(
+        self, x: Tensor, attended: Tensor, order: UnitOrder | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `norm_and_score` returns, of tokens that share experts.
+
+        order: of the norm, of up to MAX_FEW tokens.
+        """
         x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:
-            return x, *norm_router(y, self.normed_router, **added)
+            return x, *norm_router(y, self.normed_router, **added, order=order)
         normed = y
         if self.norm is not None:
             normed = norm_tokens(y, self.norm.weight, self.norm.eps, **added)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 import benchmark
-from benchmarks import decode_speed, transformers_peer
+from benchmarks import decode_speed, layer_tuning, transformers_peer
 from benchmarks.kernel_profile import kernel_table, known_reads, launch_lines, weight_reads
 from benchmarks.transformers_peer import SETTINGS, hf_config, hf_model, measure_peer
 from generate import load_model
 from models import ARCHITECTURES, args_from_hf, build_model
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
+from ops.products import few_tokens
+from ops.products.few_tokens import FewTiles
+from ops.products.weights import plain_weight
 from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.weights import bytes_per_token
@@ -55,6 +59,45 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
     monkeypatch.setattr(benchmark, "read_bandwidth", lambda device: 1e10)
     return benchmark.main(), *capsys.readouterr()
+
+
+class OneProduct:
+    """Stands for layers with a dense product of 8 tokens; programs of 32 rows have it wrong."""
+
+    def __init__(self):
+        self.weight = plain_weight(torch.empty(2048, 2048, dtype=torch.bfloat16))
+
+    def run(self, _=None) -> None:
+        self.tiles = few_tokens.choose_few_tiles(self.weight, 8)
+        y = torch.ones(8, 4) * (2 if self.tiles.rows == 32 else 1)
+        few_tokens.launch(few_tokens._down_few, (1,), *[None] * 5, y)
+
+    def microseconds(self, warmups: int = 2) -> float:
+        self.run()
+        return 50 + cost(self.tiles) - self.tiles.rows
+
+
+def cost(tiles: FewTiles) -> float:
+    return tiles.depth - tiles.warps + tiles.x_depth / 100
+
+
+def test_the_search_keeps_the_fastest_tiling_with_the_right_result(monkeypatch, capsys):
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    for module in (layer_tuning, few_tokens):
+        monkeypatch.setattr(module, "launch", lambda *_, **options: None)
+    layers, tuning = OneProduct(), layer_tuning.Tuning()
+    with tuning.replaced():
+        layers.run()
+    ((place, today),) = tuning.today.items()
+    assert (place.group, place.shape) == ("bf16 dense of 8", "2048x256")
+    tried = layer_tuning.tilings_near(today, layers.weight, place, 8, 999)
+    assert tried[0] == today and len(set(tried)) == len(tried) > 20
+    assert {tiles.rows for tiles in tried} == {16, 32}
+    found = layer_tuning.tune_layers(tuning, layers, {place: tried}, math.inf)
+    assert found == {place: min((t for t in tried if t.rows == 16), key=cost)}
+    assert "WRONG" in capsys.readouterr().out
+    layers.run()
+    assert layers.tiles == today  # as before the search
 
 
 def last_json(output: str) -> dict:

@@ -19,6 +19,7 @@ from models.random_weights import RandomWeights, first_layers, number_format
 from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdditions
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
+from ops.products.expert_tiles import choose_few
 from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.weights import has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
@@ -390,6 +391,27 @@ def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
         parts = FORMATS["int8"].pack(torch.zeros(out, 64), 64)
         packed = packed_weight(list(parts.values()), "int8", 64)
         assert (choose_few_tiles(packed, tokens).tokens >= tokens) == (tokens < 16), out
+
+
+def test_the_table_has_tiles_of_several_tokens(monkeypatch):
+    """A number of tokens takes those of the next power of two, if they divide it."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    table = {
+        "bf16 dense of 8": {"2880x64": [32, 2, 4, 8, 1]},
+        "bf16 dense of 16": {"2880x64": [32, 2, 4, 8, 1]},
+        "bf16 tiles 2 of 8": {"2880x64": [16, 1, 2, 32, 1, 1, 64]},
+        "bf16 2": {"2880x64": [2, 64, 1, 2]},
+        "bf16 2 of 8": {"2880x64": [4, 32, 1, 1, 0, 96]},
+    }
+    monkeypatch.setattr(tilings, "measured", lambda: {"sm_90": table})
+    weight = plain_weight(torch.empty(2880, 64 * 8, dtype=torch.bfloat16))
+    measured = FewTiles(32, 2, 4, 8, 1)
+    found = {tokens: choose_few_tiles(weight, tokens) == measured for tokens in (4, 5, 8, 12, 16)}
+    assert found == {4: False, 5: True, 8: True, 12: False, 16: True}
+    assert choose_few(weight, True, 8, 8) == FewTiles(16, 1, 2, 32, 1, loop=True, registers=64)
+    assert choose_few(weight, False, 8, 8) == choose_few(weight, False, 8, 4)
+    several = [tilings.choose_tiles(weight, 64, 2, tokens) for tokens in (1, 4, 7)]
+    assert [tiles.lanes for tiles in several] == [64, 64, 32] and several[2].registers == 96
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():

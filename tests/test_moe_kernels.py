@@ -55,6 +55,7 @@ DENSE = (
 # has as many numbers as the weight has units.
 EQUAL_ROWS = {"rows": 16, "warps": 2, "depth": 2, "tokens": 16, "x_depth": 1}
 ODD_ROWS = EQUAL_ROWS | {"rows": 22}
+LOOP = {"warps": 2, "depth": 1, "loop": True}
 TWO_TILES = (
     {"format": "bf16", "tokens": 16, "D": 264, "I": 56, "biased": True, "few": ODD_ROWS},
     {"format": "int4", "tokens": 16, "I": 96, "few": EQUAL_ROWS},
@@ -465,6 +466,8 @@ def test_experts_of_several_tokens_in_every_format():
         {"format": "bf16", "tokens": 24, "E": 3, "last": (23,)},  # of 16
         {"format": "int8", "tokens": 24, "E": 3, "last": (23,), "few": ODD_ROWS | {"tokens": 8}},
         {"format": "mxfp4", "tokens": 20, "E": 40, "last": (-1, 9)},
+        # Pairs of scales are of one row each; steps are a loop.
+        {"format": "mxfp4", "D": 256, "I": 128, "tokens": 5, "E": 3, "few": LOOP},
     ]
     check_cases([{"D": 160, "I": 96, "A": 2} | case for case in cases])
 

@@ -245,7 +245,7 @@ def norm_apart(
     of `Norm`; the normed x, too, if a product cannot norm these.
     """
     most = IN_REGISTERS[BITS[weight.kind]]
-    if groups > 1 and not norms_groups(weight, groups):
+    if groups > 1 and not norms_groups(weight, groups, len(x)):
         most = 0
     if len(x) <= most and not weight.word_scaled:
         return x, Norm(norm, eps, groups)
@@ -253,9 +253,9 @@ def norm_apart(
     return rows.view(x.shape), None
 
 
-def norms_groups(weight: Weight, groups: int, tiles: Tiles | None = None) -> bool:
+def norms_groups(weight: Weight, groups: int, T: int, tiles: Tiles | None = None) -> bool:
     """Whether a chunk of each program has whole groups of x, which its lanes sum."""
-    lanes = (tiles or choose_tiles(weight, weight.quads, 1)).lanes
+    lanes = (tiles or choose_tiles(weight, weight.quads, 1, T)).lanes
     # A quad has some numbers of each run of a group of the format.
     whole = weight.width % (groups * weight.group) == 0 and weight.quads % groups == 0
     return whole and lanes % (weight.quads // groups) == 0
@@ -296,7 +296,7 @@ def dense_product(
     scales, eps, groups = norm or (None, 0.0, 1)
     most = IN_REGISTERS[BITS[weight.kind]]
     few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
-    if (norm and few) or (groups > 1 and not norms_groups(weight, groups, tiles)):
+    if (norm and few) or (groups > 1 and not norms_groups(weight, groups, T, tiles)):
         raise ValueError(f"no product norms {T} tokens of {groups} groups: norm_apart does that")
     if few:
         down_few(x, weight, y, residual, bias, scale, tiles, activation, early)
@@ -331,7 +331,8 @@ def launch_sum(
     experts, blocks = 0, fields.get("blocks", 1)
     if choice is not None and choice.indices is not None:
         experts = choice.indices.shape[1]
-    settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
+    T = fields.get("T", 1)
+    settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, T, **fields)
     outbox = None if send is None else Outbox(send.slots, send.calls)
     operands = x, choice, residual, weight.tensors, bias, y, 0, outbox
     launch(_multiply_sum, grid, *operands, settings=settings, **options)

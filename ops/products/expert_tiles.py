@@ -26,10 +26,17 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_tokens import FewTiles, order_words, settings_of, unit_tensors
-from ops.products.few_x import load_fields, spread_begins
+from ops.products.few_tokens import (
+    FewTiles,
+    order_words,
+    settings_of,
+    unit_order,
+    unit_tensors,
+)
+from ops.products.few_x import UnitOrder, load_fields, place_in_order, spread_begins
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.routing import queries_of
+from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
 
@@ -70,6 +77,7 @@ class ExpertSettings(FewSettings):
 
     activation: Activation | None  # None: the product is down
     active: int  # A
+    order: UnitOrder | None = None  # in which results are stored
     begin: int = 0  # the first expert of the weight, if it has not all
     end: int = 0  # one past the last; 0: it has all
 
@@ -178,7 +186,7 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     )
     tiles, xs = (), ()
     for d in tl.static_range(s.depth):
-        tiles = tiles + (load_rows(weights, row, d, s),)
+        tiles = tiles + (load_rows(weights, row, d, d == s.steps - 1, s),)
     rows, slot = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TILE)[None, :]
     inside = rows < N
     if s.stored < s.rows:
@@ -192,9 +200,11 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
     lane = tl.arange(0, s.tiles * s.warps * 32)
     lane_slot = tl.minimum(lane // (s.warps * 32) * 8 + lane // 4 % 8, count - 1)
     source = tl.load(order.pairs + tile * TILE + lane_slot)
-    begins = spread_begins((source if s.down else source // s.active) * s.width, s)
+    # Of 64 bits: the compiler adds constants to these in the load's instruction.
+    begins = (source if s.down else source // s.active).to(tl.int64) * s.width
+    begins = spread_begins(begins, s)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, begins, d, s),)
+        xs = xs + (load_fields(x, begins, d, d == s.steps - 1, s),)
     # e2m1 has no registers left for these: fewer programs would run at once.
     if not s.e2m1:
         pair, factor = _load_pair(order.pairs + tile * TILE, routing, slot, count)
@@ -213,7 +223,8 @@ def _multiply_tiles(x, order, routing, weights, bias, y, s: tl.constexpr, PDL: t
         result = activate(result, up, s.activation)
     else:
         result *= factor
-    tl.store(y + pair * N + rows, result.to(y.dtype.element_ty), mask=inside & (slot < count))
+    at = y + pair * N + place_in_order(rows, s.order)
+    tl.store(at, result.to(y.dtype.element_ty), mask=inside & (slot < count))
 
 
 # Grid [T, D / columns]: a program sums some numbers of a token's experts. The result of padding is
@@ -241,12 +252,16 @@ def choose_tile(E: int, pairs: int) -> int:
     return min(32, max(TILE, triton.next_power_of_2(pairs // E)))
 
 
-def choose_few(weight: Weight, gated: bool, tile: int) -> FewTiles:
+def choose_few(weight: Weight, gated: bool, tile: int, tokens: int) -> FewTiles:
     """Return how the product of a tile divides its work, as measured on an H200.
 
-    One step in flight leaves registers for more programs, which do more than deeper pipelines
-    (docs/log/prompts.md). Down products, which are not gated, have short rows.
+    The table's tiles come first; the work is "tiles 1", or "tiles 2" of gate and up. The rules are
+    for other shapes. One step in flight leaves registers for more programs, which do more than
+    deeper pipelines (docs/log/prompts.md). Down products, which are not gated, have short rows.
     """
+    found = measured_fields(weight, place_of(weight, f"tiles {1 + gated}", tokens))
+    if found:
+        return FewTiles(*found)
     if tile > TILE:
         return FewTiles(32, 2, 1)
     if gated:
@@ -283,28 +298,33 @@ def multiply_tiles(
     bias: Tensor | None = None,
     tiles: FewTiles | None = None,
     own: range | None = None,
+    ordered: bool = False,
+    result_order: UnitOrder | None = None,
 ) -> Tensor:
     """Multiply each pair's x by its expert's weight [E, out, in] -> y [P, out], or [P, out / 2].
 
     activation: x [T, in] is that of tokens, and the products are gate and up; without a gate they
     are up alone, and y is [P, out]. None: x [P, in] is that of pairs, and the result has their
     routing weights [T, A]. bias [E, out]. own: experts of
-    this weight, if it has not all; results of pairs with another expert are not stored.
+    this weight, if it has not all; results of pairs with another expert are not stored. ordered: x
+    is in the weight's `UnitOrder`. result_order: in which numbers of y are stored.
     """
     gated = activation is not None and activation.gated
     count, tile = order.pairs.shape
-    tiles = tiles or choose_few(weight, gated, tile)
-    fixed = settings_of(weight, tiles, tile)
+    tokens = len(x if routing is None else routing)
+    tiles = tiles or choose_few(weight, gated, tile, tokens)
+    fixed = settings_of(weight, tiles, tile, ordered)
     begin, end = (own.start, own.stop) if own else (0, 0)
     active = len(y) // len(x)
-    s = ExpertSettings(**fixed, activation=activation, active=active, begin=begin, end=end)
+    fixed |= dict(activation=activation, active=active, order=result_order, begin=begin, end=end)
+    s = ExpertSettings(**fixed)
     N = s.out // 2 if gated else s.out
     if x.shape[1] != s.width or y.shape[1] != N:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
     grid = triton.cdiv(N, s.stored), count
-    launch(_multiply_tiles, grid, *tensors, settings=s, warps=s.warps, stages=1)
+    launch(_multiply_tiles, grid, *tensors, settings=s, **tiles.options)
     return y
 
 
@@ -342,13 +362,14 @@ def run_experts(
     last: Tensor | None = None,
     shared: tuple[Weight, Weight] | None = None,
     out: Tensor | None = None,
+    ordered: bool = False,
 ) -> Tensor:
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
     indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]; w13 is
     [E, I, D] if the activation has no gate. The
     reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
-    out [T, D]: where to store the result.
+    out [T, D]: where to store the result. ordered: x is in the `UnitOrder` of w13.
     """
     P, E = indices.numel(), len(w13.tensors.codes)
     order = sort_pairs(indices, E + (shared is not None), last)
@@ -356,8 +377,11 @@ def run_experts(
 
     def multiply(w13: Weight, w2: Weight, own: range | None, *biases: Tensor | None) -> None:
         h, (bias13, bias2) = x.new_empty(P, w2.width), biases
-        multiply_tiles(x, w13, order, h, activation, bias=bias13, own=own)
-        multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, own=own)
+        between = unit_order(w2)
+        how = dict(own=own, ordered=ordered, result_order=between)
+        multiply_tiles(x, w13, order, h, activation, bias=bias13, **how)
+        how = dict(own=own, ordered=between is not None)
+        multiply_tiles(h, w2, order, parts, routing=routing, bias=bias2, **how)
 
     multiply(w13, w2, range(E) if shared else None, bias13, bias2)
     if shared is not None:

@@ -321,7 +321,7 @@ def _launch_each(
         activation=activation,
         routing=routing,
     )
-    settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, **fields)
+    settings, grid, options = settings_of(EachSettings, weight, 0, tiles, pairs, rows, **fields)
     shape = pairs, weight.out // settings.loads
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
     chooses = choice.indices is not None and choice.scores is not None

@@ -12,8 +12,9 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
-from ops.products.few_x import load_fields
+from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
+from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import GGUF, Weight, WeightTensors
 
@@ -51,7 +52,7 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
             residual += first * OUT
     tiles, xs = (), ()
     for d in tl.static_range(s.depth):
-        tiles = tiles + (load_rows(weights, row, d, s),)
+        tiles = tiles + (load_rows(weights, row, d, d == s.steps - 1, s),)
     rows, token = row + tl.arange(0, s.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     stores = (rows < OUT) & (token < s.tokens)
     if s.stored < s.rows:
@@ -63,7 +64,7 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
     await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
-        xs = xs + (load_fields(x, None, d, s),)
+        xs = xs + (load_fields(x, None, d, d == s.steps - 1, s),)
     totals = multiply_steps(x, None, weights, row, (tiles, xs), s)
     result = finish(tl.sum(totals[0], 0), row_scales, s.kind, x.dtype.element_ty)
     if bias is not None:
@@ -86,6 +87,11 @@ class FewTiles:
     depth: int = 0  # steps of weights in flight; 0: all
     tokens: int = BLOCK  # most tokens of a program of a dense product: 8, 16 or 32
     x_depth: int = 0  # steps of x in flight; 0: as many as of weights
+    loop: bool = False  # steps are a loop though they are few: less code
+    registers: int = 0  # most registers of a lane; 0: the compiler's choice
+
+    # Options of `launch` for a kernel with these tiles.
+    options = property(lambda s: dict(warps=s.warps, stages=1, registers=s.registers))
 
 
 def words_of_lane(weight: Weight) -> int:
@@ -98,6 +104,8 @@ def words_of_lane(weight: Weight) -> int:
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     """Return how to divide a dense product of several tokens, as measured on an H200.
 
+    The table's tiles come first; the work is "dense". The rules are for other shapes.
+
     A program loads x in small pieces, which bind it: with more than 16 tokens 64 rows share them,
     and a program has fewer tokens if few would be left. 9 to 15 tokens share a program's weights,
     and 16 those of bf16; of packed weights x binds 16, so that two blocks of 8 are as fast
@@ -105,6 +113,10 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     many of them. A product with few rows has all of its weights in flight, or eight warps a
     program, which keep the memory busy (docs/log/prompts.md).
     """
+    if found := measured_fields(weight, place_of(weight, "dense", tokens)):
+        tiles = FewTiles(*found)
+        if tokens <= tiles.tokens or tokens % tiles.tokens == 0:
+            return tiles
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
     if tokens > TILE:
@@ -167,8 +179,18 @@ def largest_divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
-    """Return the fields of `FewSettings` for programs of up to this many tokens."""
+def unit_order(weight: Weight) -> UnitOrder | None:
+    """Return the order of x for the products of a weight; None: x remains as it is."""
+    if weight.kind in ("int8", "fp8", "int4", "mxfp4") and words_of_lane(weight) == 4:
+        return UnitOrder(weight.fields, weight.run)
+    return None
+
+
+def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = False) -> dict:
+    """Return the fields of `FewSettings` for programs of up to this many tokens.
+
+    ordered: x is in the weight's `UnitOrder`.
+    """
     words, vec = 4 * weight.quads, words_of_lane(weight)
     steps = triton.cdiv(words, 4 * vec * tiles.warps)
     depth = largest_divisor(steps, tiles.depth or steps)  # no step is past the end
@@ -183,6 +205,8 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int) -> dict:
         warps=tiles.warps,
         depth=depth,
         x_depth=largest_divisor(depth, tiles.x_depth or depth),
+        loop=tiles.loop,
+        ordered=ordered,
         tokens=tokens,
     )
 
@@ -216,4 +240,4 @@ def down_few(
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     grid = triton.cdiv(s.out, s.stored), blocks
     tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y
-    launch(_down_few, grid, *tensors, settings=s, warps=s.warps, stages=1)
+    launch(_down_few, grid, *tensors, settings=s, **tiles.options)

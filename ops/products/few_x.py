@@ -3,15 +3,42 @@
 ops/products/fragments.py explains fragments. s: `fragments.FewSettings`.
 """
 
+from dataclasses import dataclass
+
 from ops.launch import jit, tl
 
 
+@dataclass(frozen=True)
+class UnitOrder:
+    """The order in which lanes load x 16 bytes at a time, if codes have 8 or 4 bits.
+
+    For each quad of a row, and each field of a unit: the numbers of all units. A weight has them in
+    runs of words, whose fields are neighbors.
+    """
+
+    fields: int  # codes of a word
+    run: int  # words of a run
+
+
 @jit
-def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr):
+def place_in_order(number, o: tl.constexpr):
+    """Return where numbers of a row of x are in a `UnitOrder`; None: as they are."""
+    if o is None:
+        return number
+    else:
+        UNIT: tl.constexpr = o.fields // 2  # fields of a unit
+        field = number // o.run % o.fields
+        word = number // (o.run * o.fields) * o.run + number % o.run
+        return word // 4 * (4 * o.fields) + field % UNIT * 8 + word % 4 * 2 + field // UNIT
+
+
+@jit
+def _load_field(x, begins, step, LAST: tl.constexpr, K: tl.constexpr, s: tl.constexpr):
     """Load the x of field K of a step, two units of each word -> [tiles * 2 * warps * 32 * vec].
 
     begins: where the row of x of each number begins (`spread_begins`). None: x has the program's
-    tokens, of which the last is that of all past the end. Words past the end are 0.
+    tokens, of which the last is that of all past the end. Words past the end are 0. LAST: the step
+    may be that at a row's end.
     """
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
@@ -24,43 +51,51 @@ def _load_field(x, begins, step, K: tl.constexpr, s: tl.constexpr):
         # Loads of one shape get one layout, and x would go through shared memory in each step.
         at = at[:, None]
     tile, at = at // (64 * WARPS * VEC), at % (64 * WARPS * VEC)
-    if FIELDS == 1:  # bf16: units are neighbors
+    if s.neighbors:
         lane, word, half = at // (2 * VEC), at // 2 % VEC, at % 2
     else:
         lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
-    token, quad = tile * 8 + lane // 4 % 8, (step * WARPS + lane // 32) * 4 + lane % 4
-    word += quad * VEC
-    if FIELDS == 1:
-        number = word * 2 + half
+    token, quad = tile * 8 + lane // 4 % 8, lane // 32 * 4 + lane % 4
+    # Steps of whole runs begin at the same number for all lanes: they share a lane's address.
+    WHOLE: tl.constexpr = s.neighbors or s.step_words % RUN == 0
+    more = step * (s.step_words * 2 * FIELDS) if WHOLE else 0
+    word += (quad if WHOLE else step * (WARPS * 4) + quad) * VEC
+    if s.neighbors:
+        number = quad * (2 * FIELDS * VEC) + at % (2 * VEC)
+        more += K * (2 * VEC)
     else:
-        field = K + FIELDS * half
+        field = FIELDS * half
+        more += (K % 2 * 4 + K // 2 if s.halves else K) * RUN
         if s.halves:  # lower nibbles have the first half of a run
-            field = K % 2 * 4 + K // 2 + 2 * half
+            field = 2 * half
         number = word // RUN * (RUN * 2 * FIELDS) + field * RUN + word % RUN
     if begins is not None:
         number += begins[:, None] if TILES > 1 else begins
     else:
         number += tl.minimum(token, s.tokens - 1) * s.width
-    RUN_OF_LOAD: tl.constexpr = 2 * VEC if FIELDS == 1 else VEC
+    RUN_OF_LOAD: tl.constexpr = 2 * VEC if s.neighbors else VEC
+    numbers = x + number
+    numbers += more
     if TILES > 1:
-        number = tl.max_contiguous(tl.multiple_of(number, (RUN_OF_LOAD, 1)), (RUN_OF_LOAD, 1))
+        numbers = tl.multiple_of(numbers, (2 * RUN_OF_LOAD, 1))
+        numbers = tl.max_contiguous(numbers, (RUN_OF_LOAD, 1))
     else:
-        number = tl.max_contiguous(tl.multiple_of(number, RUN_OF_LOAD), RUN_OF_LOAD)
-    if s.words % (4 * VEC * WARPS):
-        inside = quad < s.words // VEC
+        numbers = tl.max_contiguous(tl.multiple_of(numbers, 2 * RUN_OF_LOAD), RUN_OF_LOAD)
+    if LAST and s.words % s.step_words:
+        inside = step * (WARPS * 4) + quad < s.words // VEC
         if TILES > 1:
             inside = tl.max_constancy(inside, (RUN_OF_LOAD, 1))
-        return tl.load(x + number, mask=inside, other=0.0)
+        return tl.load(numbers, mask=inside, other=0.0)
     else:
-        return tl.load(x + number)
+        return tl.load(numbers)
 
 
 @jit
-def load_fields(x, begins, step, s: tl.constexpr):
+def load_fields(x, begins, step, LAST: tl.constexpr, s: tl.constexpr):
     """Load the x of all fields of a step, so that all loads are in flight at once."""
     fields = ()
     for k in tl.static_range(s.unit_fields):
-        fields = fields + (_load_field(x, begins, step, k, s),)
+        fields = fields + (_load_field(x, begins, step, LAST, k, s),)
     return fields
 
 
@@ -69,7 +104,7 @@ def spread_begins(begins, s: tl.constexpr):
     """Spread one number a lane and tile, [tiles * warps * 32], in the order of `_load_field`."""
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.unit_fields == 1:
+    if s.neighbors:
         begins = tl.reshape(begins, [TILES, WARPS * 32, 1])
         begins = tl.broadcast_to(begins, [TILES, WARPS * 32, 2 * s.vec])
     else:
@@ -84,7 +119,7 @@ def token_fragments(numbers, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.unit_fields == 1:
+    if s.neighbors:
         numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
     elif VEC == 1:

@@ -55,6 +55,8 @@ class FewSettings(Codes):
     depth: int  # steps of weights in flight, which divide all steps
     x_depth: int  # steps of x in flight, which divide `depth`
     tokens: int  # tokens of a program
+    loop: bool  # steps are a loop though they are few
+    ordered: bool  # x is in the order of units (`unit_order`)
 
     @property
     def run(self) -> int:
@@ -63,10 +65,15 @@ class FewSettings(Codes):
 
     products = property(lambda s: (0, 1) if s.gated else (0,))  # of gate and of up, or one
     unit_fields = property(lambda s: s.fields // 2)  # codes of a unit
+    # Whether the x of a field of a lane's units are neighbors.
+    neighbors = property(lambda s: s.ordered or s.unit_fields == 1)
     width = property(lambda s: s.words * s.fields)  # numbers of a row
-    steps = property(lambda s: triton.cdiv(s.words, 4 * s.vec * s.warps))
+    step_words = property(lambda s: 4 * s.vec * s.warps)
+    steps = property(lambda s: triton.cdiv(s.words, s.step_words))
+    # Whether no program has rows past the end.
+    whole_rows = property(lambda s: s.out // len(s.products) % s.stored == 0)
     # Turns of the loop over steps.
-    turns = property(lambda s: 1 if s.steps <= UNROLLED else s.steps // s.depth)
+    turns = property(lambda s: 1 if s.steps <= UNROLLED and not s.loop else s.steps // s.depth)
     # Tiles of a program, a power of two.
     tiles = property(lambda s: triton.next_power_of_2(triton.cdiv(s.tokens, TILE)))
     # Whether a scale multiplies the sum of a step's products.
@@ -75,6 +82,8 @@ class FewSettings(Codes):
     has_zeros = property(lambda s: s.kind in ("hqq", "q4_k", "q5_k"))
     # Whether the fields K and K + 2 have a scale of their own, for K = 0 and K = 1.
     halves = property(lambda s: s.kind == "q6_k")
+    # Whether pairs of mxfp4's scales are of one row, and begin at an even quad of each step.
+    whole_pairs = property(lambda s: s.kind == "mxfp4" and s.words % 8 == s.step_words % 8 == 0)
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
@@ -101,74 +110,115 @@ class FewSettings(Codes):
 
 
 @jit
-def _rows_and_words(lane, row, step, s: tl.constexpr):
+def _rows_and_words(lane, row, step, LAST: tl.constexpr, s: tl.constexpr):
     """Return the row, and the first word, of each lane's weights in a step.
 
-    Rows and words past the end become the last: such a row is not stored, such a word's x is 0.
+    Counted from the program's row, and from the step's first word. Rows and words past the end
+    become the last: such a row is not stored, such a word's x is 0. LAST: the step may be that at a
+    row's end.
     """
+    own = lane // (32 * s.warps) * 8 + lane // 4 % 8
     if s.stored < s.rows:
-        own = tl.minimum(lane // (32 * s.warps) * 8 + lane // 4 % 8, s.stored - 1)
-        rows = tl.minimum(row + own, s.out - 1)
-    else:
-        rows = tl.minimum(row + lane // (32 * s.warps) * 8 + lane // 4 % 8, s.out - 1)
-    word = ((step * s.warps + lane // 32 % s.warps) * 4 + lane % 4) * s.vec
-    return rows, tl.minimum(word, s.words - s.vec)
+        own = tl.minimum(own, s.stored - 1)
+    if not s.whole_rows:
+        own = tl.minimum(own, s.out - 1 - row)
+    word = (lane // 32 % s.warps * 4 + lane % 4) * s.vec
+    if LAST and s.words % s.step_words:
+        word = tl.minimum(word, s.words - s.vec - step * s.step_words)
+    return own, word
 
 
 @jit
-def _load_step(weights, row, step, s: tl.constexpr):
-    """Load a step of the rows from `row` on, for each warp.
+def _address(tensor, first, each, of_lane, MORE: tl.constexpr, begin):
+    """Return a lane's address in rows of `each` elements.
+
+    The program's first row, the lane's element, then what is the same for all lanes: MORE rows, and
+    the step's first element. In this order the compiler puts constants into the loads, so that all
+    steps share the lane's address.
+    """
+    address = tensor + first * each
+    address += of_lane
+    address += MORE * each + begin
+    return address
+
+
+@jit
+def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.constexpr):
+    """Load a step of the rows from `first` on, for each warp; N: of gate, 0, or of up, 1.
 
     Return units [rows / 8 * warps * 32 * 2 vec], then scales and zeros, one number a lane.
     """
     UNITS: tl.constexpr = 2 * s.vec
     LANES: tl.constexpr = s.rows * s.warps * 4
+    MORE: tl.constexpr = s.out // 2 * N
+    row = first + MORE
     at = tl.arange(0, LANES * UNITS)
-    rows, word = _rows_and_words(at // UNITS, row, step, s)
+    own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
     # A lane's units are one aligned load, which the compiler does not see through their indices.
-    units = weights.codes + (rows * (2 * s.words) + word * 2 + at % UNITS)
+    of_lane = own * (2 * s.words) + word * 2 + at % UNITS
+    units = _address(weights.codes, first, 2 * s.words, of_lane, MORE, step * (2 * s.step_words))
     tile = (tl.load(tl.max_contiguous(tl.multiple_of(units, 2 * UNITS), UNITS)),)
     # Of two dimensions: the compiler gives neighbors to a lane if loads of one shape, of x, do so.
     lane = tl.arange(0, LANES)
     if not (s.e2m1 or s.two_bits):
         lane = lane[:, None]
-    rows, word = _rows_and_words(lane, row, step, s)
+    own, word = _rows_and_words(lane, row, step, LAST, s)
     if s.gguf:
-        tile = tile + _load_gguf_scales(weights, rows, word, s)
+        tile = tile + _load_gguf_scales(weights, row + own, step * s.step_words + word, s)
         if s.sharing > 0:
-            rows, word = _rows_and_words(at // UNITS, row, step, s)
+            own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
+            rows, word = row + own, step * s.step_words + word
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
             tile = tile + (tl.load(tl.max_contiguous(weights.high + above, 2)),)
     elif s.kind == "fp8b":
+        rows, word = row + own, step * s.step_words + word
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
-    elif s.step_scaled or s.e2m1 or s.two_bits:
-        if s.word_scaled:
-            group = rows * (s.words // 4) + word // 4
+    elif s.kind == "mxfp4":
+        # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
+        # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+        if s.whole_pairs:
+            PAIRS: tl.constexpr = s.words // 8
+            of_lane, begin = own * PAIRS + word // 8, step * (s.step_words // 8)
+            tile = tile + (tl.load(_address(weights.scale, first, PAIRS, of_lane, MORE, begin)),)
         else:
-            group = rows * (s.width // s.group) + word * s.fields // s.group
-        if s.kind == "mxfp4":
-            # Pairs of exponents: with loads of 8 bits before it, a product would take other
-            # fragments (kWidth 4).
+            group = (row + own) * (s.words // 4) + (step * s.step_words + word) // 4
             pair = tl.load(weights.scale + group // 2).to(tl.int32)
             tile = tile + (pair >> group % 2 * 8 & 0xFF,)
-        else:
-            tile = tile + (tl.load(weights.scale + group),)
-        if s.half_quadratic and weights.scale_step is None:
-            tile = tile + (tl.load(weights.zero + group),)
-        elif s.half_quadratic:
-            tile = tile + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
-            tile = tile + (tl.load(weights.zero + group),)
-            tile = tile + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
+    elif s.step_scaled or s.e2m1 or s.two_bits:
+        tile = tile + _load_group_scales(weights, first, own, word, step, MORE, s)
     if s.kind == "hqq3":
         # Select the word by the mask of a load: Triton 3.6 moves loads to the lanes that multiply
         # what they loaded, but moves nothing that depends on a position.
-        rows, word = _rows_and_words(at // UNITS, row, step, s)
+        own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
+        rows, word = row + own, step * s.step_words + word
         odd = at // 2 % 2 == 1
         thirds = weights.high + (rows * s.words + (word + at % UNITS // 4 * 2) + at % 2)
         tile = tile + (tl.load(thirds, mask=at // 2 % 2 == 0, other=0),)
         tile = tile + (tl.load(thirds, mask=odd, other=0),)
     return tile
+
+
+@jit
+def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the scales of groups, or of words, and zeros if there are some.
+
+    own, word: of `_rows_and_words`. The others: as of `_address`.
+    """
+    EACH: tl.constexpr = s.words // s.run
+    if s.step_words % s.run == 0:
+        of_lane, begin = own * EACH + word // s.run, step * (s.step_words // s.run)
+    else:
+        of_lane, begin = own * EACH + (step * s.step_words + word) // s.run, 0
+    found = (tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin)),)
+    rows = first + MORE + own
+    if s.half_quadratic and weights.scale_step is not None:
+        found = found + (tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows))
+    if s.half_quadratic:
+        found = found + (tl.load(_address(weights.zero, first, EACH, of_lane, MORE, begin)),)
+    if s.half_quadratic and weights.zero_step is not None:
+        found = found + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
+    return found
 
 
 @jit
@@ -182,10 +232,13 @@ def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
 
 
 @jit
-def load_rows(weights, row, step, s: tl.constexpr):
-    """Load a step of the rows from `row` on; if gated, of gate and of up."""
+def load_rows(weights, row, step, LAST: tl.constexpr, s: tl.constexpr):
+    """Load a step of the rows from `row` on; if gated, of gate and of up.
+
+    LAST: as of `_rows_and_words`.
+    """
     # Rows of gate past the end are rows of up: they are not stored.
-    return [_load_step(weights, row + s.out // 2 * n, step, s) for n in s.products]
+    return [_load_step(weights, row, n, step, LAST, s) for n in s.products]
 
 
 @jit
@@ -288,7 +341,11 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.kind == "nvfp4":
         return _pair_factors(tile[1], s, DTYPE)
     elif s.e2m1:
-        return _of_units(e2m1_factor(tile[1], DTYPE), s)
+        scale = tile[1]
+        if s.whole_pairs:  # taken apart here: nothing waits for it before x is loaded
+            lane = tl.arange(0, s.rows * s.warps * 4)
+            scale = scale.to(tl.int32) >> lane % 2 * 8 & 0xFF
+        return _of_units(e2m1_factor(scale, DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.sharing > 0:
@@ -372,10 +429,17 @@ def multiply_steps(x, begins, weights, row, ahead, s: tl.constexpr):
         for n in tl.static_range(EACH):
             totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
-            if s.turns > 1 or n + s.depth < s.steps:
+            if s.turns > 1:
                 at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
-                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, s))
-            if s.turns > 1 or n + s.x_depth < s.steps:
+                tiles = replace(tiles, n % s.depth, load_rows(weights, row, at, True, s))
                 at = tl.minimum(turn * EACH + n + s.x_depth, s.steps - 1)
-                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, s))
+                xs = replace(xs, n % s.x_depth, load_fields(x, begins, at, True, s))
+            else:
+                if n + s.depth < s.steps:
+                    part = load_rows(weights, row, n + s.depth, n + s.depth == s.steps - 1, s)
+                    tiles = replace(tiles, n % s.depth, part)
+                if n + s.x_depth < s.steps:
+                    is_last = n + s.x_depth == s.steps - 1
+                    part = load_fields(x, begins, n + s.x_depth, is_last, s)
+                    xs = replace(xs, n % s.x_depth, part)
     return totals

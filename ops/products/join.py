@@ -33,6 +33,7 @@ from ops.products.branches import (
     receive_again,
     receive_sum,
 )
+from ops.products.few_x import UnitOrder, place_in_order
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router
 from ops.products.weights import Weight
@@ -99,6 +100,7 @@ class Join:
     branches: int = 1
     messages: Messages | None = None
     layout: Layout | None = None
+    order: UnitOrder | None = None  # in which the norm is stored
 
     # Numbers of a tile that has a token, or a part of it.
     block = property(lambda s: s.part or triton.next_power_of_2(s.D))
@@ -265,7 +267,7 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
                 quads = [raw[k].to(tl.float32) for k in l.field_numbers]
             store_quads(quads, normed, units, l)
     elif normed is not None:
-        tl.store(normed + d, value, mask=_stores(d, s))
+        tl.store(normed + place_in_order(d, s.order), value, mask=_stores(d, s))
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
     if added.memory is not None:
@@ -303,6 +305,7 @@ def norm_router(
     total: Tensor | None = None,
     inbox: TokenInbox | None = None,
     scale: float = 1.0,
+    order: UnitOrder | None = None,
 ) -> tuple[Tensor | QuantizedX, Tensor]:
     """Norm x [T, D], and score the experts for it.
 
@@ -318,7 +321,8 @@ def norm_router(
 
     added: one branch, which is normed and added to x first; total [T, D] is where to store the sum.
     inbox: to one token, T = 1, add `scale` times the messages of all ranks there, or with a norm
-    the norm of their sum. The results are bitwise identical on all ranks.
+    the norm of their sum. The results are bitwise identical on all ranks. order: in which the norm
+    is stored, if it is no `QuantizedX` and not x itself.
     """
     (N, D), T, messages, routing = before.rows.shape, len(x), {}, before.routing
     E, of_experts = N - routing.gated, routing.of_experts
@@ -350,6 +354,7 @@ def norm_router(
         normed=before.norm is not None,
         pairs=0 if indices is None else indices.shape[1],
         layout=layout,
+        order=order,
         **messages,
     )
     grid = (programs,) if T == 1 else (programs, T)

@@ -326,16 +326,22 @@ def operands_of(x: Tensor | QuantizedX, weight: Weight, norm: Tensor | None = No
 
 
 def settings_of(
-    kind: type[S], weight: Weight, experts: int, tiles: Tiles | None, pairs: int = 1, **fields
+    kind: type[S],
+    weight: Weight,
+    experts: int,
+    tiles: Tiles | None,
+    pairs: int = 1,
+    of_tokens: int = 1,
+    **fields,
 ) -> tuple[S, tuple[int, ...], dict]:
     """Return a product's settings, its grid, and options of `launch`.
 
-    kind: of settings. experts: as in `Product`. tiles: None chooses. pairs: rows of the result, or
-    blocks of them. fields: `loads`, if it is not 1, and the other fields of that kind.
+    kind: of settings. experts: as in `Product`. tiles: None chooses them for `of_tokens` tokens.
+    pairs: rows of the result, or blocks of them. fields: `loads`, if it is not 1, and the other
+    fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
-    tokens = fields.get("T", 1) if experts else 1
-    tiles = tiles or choose_tiles(weight, quads, fields["loads"], tokens)
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"], of_tokens, experts > 0)
     rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
     programs, each = triton.cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:

@@ -1,16 +1,18 @@
-"""How one token's products divide their work among programs: a table, and a default beside it.
+"""How products divide their work among programs: a table, and a default beside it.
 
 Wide chunks waste the end of x, and exchange x between warps. Many rows a program use what it
 prepares of x more often, but then fewer programs run at once.
 
-tilings.json has the measured tiles, by GPU class, kind and loads, and shape; benchmarks/tune.py
-measures and writes them. A shape or a GPU that is not there gets the default of its kind.
+tilings.json has the measured tiles, by GPU class, group, and shape (`Place`); benchmarks/tune.py
+measures and writes them. A shape or a GPU that is not there gets the default of its kind: here for
+products in registers, in few_tokens.py and expert_tiles.py for those on tensor cores.
 """
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ops.gpu import Gpu
 from ops.launch import triton
@@ -97,7 +99,8 @@ DEFAULTS = {
     **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
-# Of two tokens, and of more: many programs, for which narrow chunks are better. None: as for one.
+# Sums over experts of two tokens, and of more: many programs, for which narrow chunks are better.
+# None: as for one token.
 SEVERAL: dict[str, tuple[Tiles | None, Tiles]] = {
     "int4": (Tiles(8, 128, 1, 4), Tiles(8, 64, 1, 2, registers=96)),
     "mxfp4": (None, Tiles(8, 64, 1, 2)),
@@ -111,24 +114,57 @@ def gpu_class(gpu: Gpu) -> str:
 
 @cache
 def measured() -> dict[str, dict[str, dict[str, list[int]]]]:
-    """Return the table: GPU class -> "kind loads" -> "rows x quads" -> fields of `Tiles`."""
+    """Return the table: GPU class -> group -> shape -> fields of `Tiles` or `FewTiles`."""
     return json.loads(TABLE.read_text())
 
 
-def choose_tiles(weight: Weight, quads: int, loads: int, tokens: int = 1) -> Tiles:
+class Place(NamedTuple):
+    """Where the table has a product's tiles."""
+
+    kind: str
+    work: str  # loads, "1" or "2", of products in registers; on tensor cores as their choice says
+    tokens: int  # a power of two: as many tokens, or fewer, but more than half of it
+    out: int  # rows of the weight
+    quads: int  # of x
+
+    shape = property(lambda s: f"{s.out}x{s.quads}")
+
+    @property
+    def group(self) -> str:
+        several = f" of {self.tokens}" if self.tokens > 1 else ""
+        return f"{self.kind} {self.work}{several}"
+
+
+def place_of(weight: Weight, work: str, tokens: int, quads: int = 0) -> Place:
+    """Return where the tiles of a product are. quads: of x, if it is longer than a row."""
+    kind = weight.kind
+    if work in ("1", "2") and kind == "hqq" and len(weight.parts) == 3:
+        kind = "int4"  # uint4 takes its registers, not those of hqq with its steps
+    count = triton.next_power_of_2(tokens)
+    return Place(kind, work, count, weight.out, quads or weight.quads)
+
+
+def measured_fields(weight: Weight, place: Place) -> list[int] | None:
+    """Return the fields of the measured tiles on a weight's GPU, if there are some."""
+    return measured().get(gpu_class(weight.gpu), {}).get(place.group, {}).get(place.shape)
+
+
+def choose_tiles(
+    weight: Weight, quads: int, loads: int, tokens: int = 1, summed: bool = False
+) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
 
-    tokens: of the sum over experts; that of several tokens has more programs, which are smaller.
+    summed: experts are. The sum of several tokens has more programs, which are smaller.
     """
-    # uint4 takes the registers of int4, not those of hqq with its steps of scales and zeros.
-    kind = "int4" if weight.kind == "hqq" and len(weight.parts) == 3 else weight.kind
-    several = SEVERAL[kind][min(tokens, 3) - 2] if tokens > 1 and kind in SEVERAL else None
-    if several is not None:
-        return several
-    table = measured().get(gpu_class(weight.gpu), {}).get(f"{kind} {loads}", {})
-    found = table.get(f"{weight.out}x{quads}")
+    place = place_of(weight, str(loads), tokens, quads)
+    found = measured_fields(weight, place)
+    if found is None and tokens > 1:
+        several = SEVERAL.get(place.kind) if summed else None
+        if several and (tiles := several[min(tokens, 3) - 2]):
+            return tiles
+        found = measured_fields(weight, place._replace(tokens=1))
     if found is None:
-        return DEFAULTS[kind, loads].tiles(quads)
+        return DEFAULTS[place.kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 

@@ -81,14 +81,18 @@ def e4m3(units):
 
 @jit
 def e2m1(units, factor, K: tl.constexpr):
-    """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time."""
+    """Return field K of units, an e2m1 number, as bf16 times 2 ** -126 * factor, two at a time.
+
+    One multiplication moves the sign to bit 15, and the other bits to 8 to 6. Their copies at other
+    places are masked.
+    """
     PTX: tl.constexpr = f"""{{
-        .reg .b32 bits, sign, none;
+        .reg .b32 bits, none;
         mov.b32 none, 0x80008000;
-        {"shl" if K < 2 else "shr"}.b32 bits, $1, {6 - 4 * K if K < 2 else 4 * K - 6};
-        and.b32 bits, bits, 0x01C001C0;
-        shl.b32 sign, $1, {12 - 4 * K};
-        lop3.b32 bits, sign, 0x80008000, bits, 0xEA;
+        shr.u32 bits, $1, {8 if K > 1 else 0};
+        and.b32 bits, bits, {0x00F000F0 if K % 2 else 0x000F000F};
+        mul.lo.u32 bits, bits, {256 + 4 if K % 2 else 4096 + 64};
+        and.b32 bits, bits, 0x81C081C0;
         fma.rn.bf16x2 $0, bits, $2, none;
         }}"""
     return tl.inline_asm_elementwise(
