@@ -352,6 +352,7 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
                     "shr.b32": operator.rshift,
                     "shl.b32": operator.lshift,
                     "add.u32": operator.add,
+                    "mul.lo.u32": operator.mul,
                 }[name](*given) & 0xFFFFFFFF
             registers[target] = found
     return registers
