@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import gc
 import os
 import signal
 import sys
@@ -60,6 +61,9 @@ def command(
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def framed(*arguments) -> int:
+            if not gc.isenabled():  # `cli.startup` has disabled it for the imports
+                gc.freeze()
+                gc.enable()
             try:
                 open_standard_streams()
                 with termination_raises():
