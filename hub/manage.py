@@ -7,7 +7,15 @@ from contextlib import suppress
 from cli.before_imports import read_ahead
 from cli.command import printable
 from cli.model_name import models_folder, parse_model_name
-from hub.disk import StoredModel, find_checkpoint, find_stored, in_gb, remove_stored, stored_models, table
+from hub.disk import (
+    StoredModel,
+    find_checkpoint,
+    find_stored,
+    in_gb,
+    remove_stored,
+    stored_models,
+    table,
+)
 
 
 def manage(options: argparse.Namespace) -> int:
