@@ -42,6 +42,7 @@ KINDS = {
     "tokenizer": ("/tokenizer.py",),
     "plan": ("/memory/", "/models/"),
 }
+SLOW = "torch._dynamo", "torch._inductor", "sympy", "transformers", "huggingface_hub"  # imports
 STARTED = "MOE_FAST_STARTED"  # a variable of the environment: when the process was started
 
 
@@ -125,7 +126,7 @@ def generate_once(options: argparse.Namespace) -> dict:
         if end.code:
             raise
     sys.stdout = output
-    return found
+    return found | {"imported": [name for name in SLOW if name in sys.modules]}
 
 
 def random_tokenizer(size: int) -> dict:
