@@ -118,8 +118,7 @@ def generate_once(options: argparse.Namespace) -> dict:
     sys.argv = ["generate.py", *(f"{name}={value}" for name, value in given.items())]
     compiled = ["--compile", f"--compile_cache={options.compile_cache}"]
     sys.argv += ["--eager"] if options.eager else compiled
-    sys.path[0], output = os.getcwd(), sys.stdout
-    sys.stdout = FirstWrite(output, seen)
+    output, sys.stdout = sys.stdout, FirstWrite(sys.stdout, seen)
     try:
         runpy.run_path("generate.py", run_name="__main__")
     except SystemExit as end:

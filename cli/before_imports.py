@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from cli.compile_cache import own_folder, prepare
@@ -32,7 +33,7 @@ def keep_bytecode(options: argparse.Namespace) -> None:
     installed without compiling them, into a folder that is not the user's, or where
     PYTHONDONTWRITEBYTECODE is set. Processes that this one starts keep theirs there, too.
     """
-    spec = importlib.util.find_spec("torch")
+    spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None or sys.pycache_prefix is not None:
         return
     is_kept = os.path.exists(importlib.util.cache_from_source(spec.origin))

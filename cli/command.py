@@ -1,5 +1,6 @@
 """The frame around every command's main(): one line for each error, none for a traceback."""
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -63,6 +64,7 @@ def command(
         def framed(*arguments) -> int:
             if not gc.isenabled():  # `cli.startup` has disabled it for the imports
                 gc.freeze()
+                atexit.register(gc.unfreeze)  # libraries report what is left at the end
                 gc.enable()
             try:
                 open_standard_streams()

@@ -78,6 +78,22 @@ def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tenso
     return attention.core(projected, context).contiguous()
 
 
+def launch_core(
+    layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
+) -> Tensor:
+    """Launch the kernels that a recurrent layer's `core` has in eager code: for prompts.
+
+    It writes a state, which is one of its own here. Other layers have none in their `core`.
+    """
+    if hasattr(attention, "make_state"):
+        kept, attention.state = attention.state, attention.make_state(len(projected), projected)
+        try:
+            run_core(attention, projected, context)
+        finally:
+            attention.state = kept
+    return layer.attention.empty_heads(attention, projected, context)
+
+
 class FusedRunner(CompiledRunner):
     """Runs up to `max_tokens` tokens through fused layers, all else as CompiledRunner.
 
@@ -167,25 +183,9 @@ class FusedRunner(CompiledRunner):
         context = Context(rope, positions=tokens, last=tokens[:, 0])
         for layer in {self.kinds[id(layer)]: layer for layer in self.layers.values()}.values():
             if layer.experts.takes_tokens(T):
-                layer.forward(x, context, partial(self.launch_core, layer), reach)
+                layer.forward(x, context, partial(launch_core, layer), reach)
         if self.head is not None and rows <= self.max_tokens:
             self.head.forward(x[:rows])
-
-    @staticmethod
-    def launch_core(
-        layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
-    ) -> Tensor:
-        """Launch the kernels that a recurrent layer's `core` has in eager code: for prompts.
-
-        It writes a state, which is one of its own here. Other layers have none in their `core`.
-        """
-        if hasattr(attention, "make_state"):
-            kept, attention.state = attention.state, attention.make_state(len(projected), projected)
-            try:
-                run_core(attention, projected, context)
-            finally:
-                attention.state = kept
-        return layer.attention.empty_heads(attention, projected, context)
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:

@@ -121,6 +121,7 @@ HIDDEN_IMPORTS = {
     "benchmarks/cold_start.py": (
         {
             "benchmarks.decode_speed",
+            "benchmarks.load_checkpoint",
             "models.random_weights",
             "runtime.sampling",
         },
