@@ -31,6 +31,7 @@ from cli.compile_helper import start_before_imports
 from cli.parser import Parser
 
 INTERVAL = 0.01
+LEAST = 0.04
 # Part -> what a frame's file name contains. WHOLE: parts to which all calls below them belong.
 WHOLE = {"imports": ("<frozen importlib",), "Inductor": ("triton_heuristics.py",)}
 KINDS = {
@@ -67,21 +68,30 @@ class Sampler:
             last = now
 
     def stop(self) -> dict[str, float]:
-        """Return the seconds of each part."""
+        """Return the seconds of each part; files of less than LEAST seconds are "other"."""
         self.ended.set()
         self.thread.join()
-        return {name: round(seconds, 2) for name, seconds in self.counts.most_common()}
+        parts: collections.Counter[str] = collections.Counter()
+        for name, seconds in self.counts.items():
+            is_file = name.endswith(".py")
+            parts["other" if is_file and seconds < LEAST else name] += seconds
+        return {name: round(seconds, 2) for name, seconds in parts.most_common()}
 
 
 def kind_of(files: list[str]) -> str:
-    """Return the part that a stack belongs to. files: of its frames, the innermost first."""
+    """Return the part that a stack belongs to, or the innermost file of ours.
+
+    files: of its frames, the innermost first.
+    """
     for name, parts in WHOLE.items():
         if any(part in file for file in files for part in parts):
             return name
     found = (
         name for file in files for name, parts in KINDS.items() if any(p in file for p in parts)
     )
-    return next(found, "other")
+    root = os.getcwd()
+    own = (file.removeprefix(f"{root}/") for file in files if file.startswith(root))
+    return next(found, next(own, "other"))
 
 
 class FirstWrite:
@@ -201,7 +211,7 @@ def build_parser() -> Parser:
         ),
     )
     add_measure_options(parser)
-    parser.begin_group("from a checkpoint", "how generate.py of the working directory starts")
+    parser.begin_group("checkpoints", "how generate.py of the working directory starts")
     path = "write random weights there, unless that was done, and start generate.py from them"
     parser.add_path("--checkpoint", path)
     parser.add_number("--starts", "starts with a full cache (1)", 1)
