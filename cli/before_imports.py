@@ -72,6 +72,7 @@ def retain_context() -> None:
 
 def read_ahead(paths: Sequence[Path]) -> threading.Thread | None:
     """Have the system read files in a thread, unless they fill half of the free memory."""
+    paths = [path for path in paths if path.is_file()]  # to open a pipe would wait
     sizes = [path.stat().st_size for path in paths]
     if not hasattr(os, "posix_fadvise") or sum(sizes) > available_memory() // 2:
         return None
