@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from cli.before_imports import create_context, keep_bytecode
 from cli.chat import Chat, greeting, model_name, read_requests
 from cli.command import check_stdout, command
 from cli.compile_cache import use_compile_cache
@@ -41,10 +42,11 @@ from cli.report import format_statistics, in_seconds
 from cli.routing_file import RoutingRecorder
 from cli.staging import remove
 from cli.startup import check_arguments
-from hub.manage import manage, manage_and_exit
+from hub.manage import manage, manage_and_exit, read_model_ahead
 
 if __name__ == "__main__":
-    check_arguments(build_parser, check_options, manage_and_exit, start_before_imports)
+    early = keep_bytecode, start_before_imports, create_context, read_model_ahead
+    check_arguments(build_parser, check_options, manage_and_exit, *early)
 
 import torch
 
@@ -59,6 +61,7 @@ from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
+from ops.compile_ahead import start_hashing
 from parallel import process_group
 from parallel.heartbeat import fail, leave
 from runtime.compile_ahead import start_compiling
@@ -324,6 +327,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
     # --prepare_only compiles if --compile is given.
     choose_compile(options, device.type == "cuda" and not options.prepare_only)
+    if options.compile and device.type == "cuda":
+        start_hashing()
     if options.dry_run:
         print_plan(options, device)
         return []

@@ -13,15 +13,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from cli.before_imports import create_context, keep_bytecode
 from cli.command import command
 from cli.compile_helper import start_before_imports
 from cli.log import log_to_stderr
 from cli.options import choose_compile
 from cli.serve_options import DEFAULT_BATCH, build_parser, check_options
 from cli.startup import check_arguments
+from hub.manage import read_model_ahead
 
 if __name__ == "__main__":
-    check_arguments(build_parser, check_options, start_before_imports)
+    early = keep_bytecode, start_before_imports, create_context, read_model_ahead
+    check_arguments(build_parser, check_options, *early)
 
 import torch
 

@@ -20,8 +20,10 @@ import torch
 from checkpoint import Checkpoint, Writer
 from cli.parser import Parser
 from generate import load_model
+from models import args_of_checkpoint
 from models.random_weights import RandomWeights, architecture, first_layers
 from parallel.device import pick_device
+from tp import ModelShard
 
 
 def anonymous_bytes() -> int:
@@ -51,12 +53,14 @@ class Peak:
 def write_checkpoint(source: RandomWeights, target: Path, device: torch.device) -> None:
     """Write random weights as a checkpoint, one file a layer."""
     layers = range(source.args["n_layer"])
+    model = ModelShard(args_of_checkpoint(source), source.format, "tensor", rank=0, ranks=1).model
+    stored = [name for name, _ in model.named_parameters()]
     files = {f"layer_{layer:02d}.safetensors": f"layers.{layer}." for layer in layers}
     with Writer(target, args=source.args, format=source.format) as writer:
         for file, prefix in files.items():
-            names = [name for name in source.shapes if name.startswith(prefix)]
+            names = [name for name in stored if name.startswith(prefix)]
             writer.write(file, {name: source.read(name, device=device).cpu() for name in names})
-        rest = [name for name in source.shapes if not name.startswith("layers.")]
+        rest = [name for name in stored if not name.startswith("layers.")]
         tensors = {name: source.read(name, device=device).cpu() for name in rest}
         writer.write("rest.safetensors", tensors)
 

@@ -1,9 +1,11 @@
 """The frame around every command's main(): one line for each error, none for a traceback."""
 
+import atexit
 import contextlib
 import errno
 import fcntl
 import functools
+import gc
 import os
 import signal
 import sys
@@ -60,6 +62,10 @@ def command(
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def framed(*arguments) -> int:
+            if not gc.isenabled():  # `cli.startup` has disabled it for the imports
+                gc.freeze()
+                atexit.register(gc.unfreeze)  # libraries report what is left at the end
+                gc.enable()
             try:
                 open_standard_streams()
                 with termination_raises():

@@ -144,9 +144,10 @@ class Packed(nn.Module):
 
         dense: the weight is [out, in], of one expert.
         """
-        # Make `in` a constant where Dynamo takes all of a prompt's sizes for symbols: it would be
-        # divided by for each element of x.
-        torch._check(x.shape[-1] == self.width)
+        if torch.compiler.is_compiling():  # else the check would import SymPy, which takes 0.3 s
+            # Make `in` a constant where Dynamo takes all of a prompt's sizes for symbols: it would
+            # be divided by for each element of x.
+            torch._check(x.shape[-1] == self.width)
         # Reorder x here and not in the operator, so that Inductor fuses it with what computes x.
         if choose(self.request(ROWS, x)).reorders_x:
             if torch.compiler.is_compiling() or not can_launch(x, "_gather_rows"):

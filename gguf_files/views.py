@@ -6,6 +6,7 @@ fp32, so that the converter's plan and recipes take it. `read` dequantizes; `gat
 they are stored, for weights that stay packed.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ from gguf_files.container import PLAIN_TYPES, GGUFFile
 from gguf_files.conversions import ROUNDED, as_blocks_of, format_for
 from models.gguf import Made, MadeTable
 
-try:
-    import gguf
-except ImportError:  # it dequantizes types that we have no format for
-    gguf = None
+
+def has_package() -> bool:
+    """Whether the package `gguf` is installed, which dequantizes types that have no format here."""
+    return importlib.util.find_spec("gguf") is not None
 
 
 def unpack(blocks: Tensor, type: str) -> Tensor:
@@ -27,6 +28,8 @@ def unpack(blocks: Tensor, type: str) -> Tensor:
     if type in PLAIN_TYPES:
         return blocks.view(PLAIN_TYPES[type])
     if type in ROUNDED:
+        import gguf
+
         kind = gguf.GGMLQuantizationType[type]
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
     name = format_for((type,))
@@ -41,7 +44,7 @@ def check_types(file: GGUFFile) -> None:
     for type in sorted(types - known):
         raise ValueError(f"it has tensors in {type}, which cannot be run; take Q4_K_M or Q8_0")
     for type in sorted(known & set(ROUNDED)):
-        if gguf is None:
+        if not has_package():
             raise ValueError(f"it has tensors in {type}, which take a package: pip install gguf")
 
 

@@ -2,10 +2,20 @@
 
 import argparse
 import sys
+from contextlib import suppress
 
+from cli.before_imports import read_ahead
 from cli.command import printable
 from cli.model_name import models_folder, parse_model_name
-from hub.disk import StoredModel, find_stored, in_gb, remove_stored, stored_models, table
+from hub.disk import (
+    StoredModel,
+    find_checkpoint,
+    find_stored,
+    in_gb,
+    remove_stored,
+    stored_models,
+    table,
+)
 
 
 def manage(options: argparse.Namespace) -> int:
@@ -40,6 +50,18 @@ def manage_and_exit(options: argparse.Namespace) -> None:
     """`manage`, then end the process, if the options ask for that: before torch is imported."""
     if options.list or options.remove:
         raise SystemExit(manage(options))
+
+
+def read_model_ahead(options: argparse.Namespace) -> None:
+    """Begin to read the weights of a model that is on disk: before torch is imported."""
+    if options.dry_run or getattr(options, "prepare_only", False):
+        return
+    with suppress(OSError, ValueError):  # main() finds what is wrong, and says it
+        path = options.checkpoint_path
+        if options.model is not None:
+            path = find_checkpoint(parse_model_name(options.model), options.revision)
+        if path is not None:
+            read_ahead([path] if path.is_file() else sorted(path.glob("*.safetensors")))
 
 
 def print_models() -> None:

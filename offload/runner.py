@@ -6,6 +6,7 @@ the experts run eagerly between two compiled parts of the block.
 """
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ class FusedOffloadRunner(FusedRunner):
         fitting = [n for n in range(1, MAX_TOKENS + 1) if self.takes_tokens(n)]
         self.max_tokens, self.prompt_chunks = max(fitting, default=1), ()
         self.short_chunks = CompiledRunner.short_chunks
+
+    @cached_property
+    def kinds(self) -> dict[int, int]:
+        # Their experts refer to all layers', so that comparing them would take long.
+        return {id(layer): number for number, layer in enumerate(self.layers.values())}
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:

@@ -13,7 +13,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+import ops
 from ops.cpu import usable_cores
 from ops.gpu import Gpu, found
 from ops.launch import Kernel, collect_only, triton
@@ -32,8 +35,31 @@ try:
     from triton.runtime.driver import driver
 except ImportError:  # no kernel is compiled without Triton
     GPUTarget = driver = CudaLauncher = CudaUtils = None
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:  # another version of Triton
+    triton_key = None
 
 LEAVE_FREE = 2  # cores, for the process that waits
+# Modules that Triton imports when it first compiles a kernel.
+COMPILER = "triton.compiler.code_generator", "triton.experimental.gluon"
+hashing: list[threading.Thread] = []  # at most one
+
+
+def start_hashing() -> None:
+    """Hash Triton's compiler in a thread: a part of all keys of its cache, which it remembers.
+
+    The compiler has 400 MB, so that the first launch would wait 0.3 to 0.4 s for it.
+    """
+    if triton_key is not None and not hashing:
+        hashing.append(threading.Thread(target=triton_key, name="hash of Triton", daemon=True))
+        hashing[0].start()
+
+
+def wait_for_hash() -> None:
+    """Return when the thread of `start_hashing` has ended: a launch would hash once more."""
+    for thread in hashing:
+        thread.join()
 
 
 def encode(value) -> object:
@@ -134,8 +160,19 @@ def error_of(work: Callable, *arguments) -> str | None:
     return None
 
 
+def prepare() -> None:
+    """Do what all processes would do alike, before they are forked, and before tasks come."""
+    names = [module.name for module in pkgutil.walk_packages(ops.__path__, "ops.")]
+    for name in (*names, *COMPILER):
+        with suppress(ImportError):  # of Triton's: another version
+            importlib.import_module(name)
+    if triton_key is not None:
+        triton_key()
+
+
 def main() -> None:
     """Compile the tasks of one line of JSON; print a line for each: its number, and its error."""
+    prepare()
     given = json.loads(sys.stdin.readline() or "{}")
     if not given:
         return
@@ -143,8 +180,6 @@ def main() -> None:
     capability, *rest = given["gpu"]
     pretend(Gpu(tuple(capability), *rest))
     tasks = given["tasks"]
-    for name in {json.loads(task)["kernel"][0] for task in tasks}:
-        importlib.import_module(name)  # once, and not in each process
     workers = max(1, min(len(tasks), usable_cores() - LEAVE_FREE))
     fork = multiprocessing.get_context("fork")
     fork.Process(target=CudaUtils).start()  # C code, as in `compile_task`; in the pool it ended all

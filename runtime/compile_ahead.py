@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from cli.compile_helper import MARKERS, start, started, stop
-from ops.compile_ahead import cache_folder, signature
+from ops.compile_ahead import cache_folder, signature, start_hashing, wait_for_hash
 from ops.gpu import Gpu
 from ops.launch import triton
 
@@ -25,12 +25,14 @@ remembered: list[Path] = []  # the marker of the model that is loaded
 
 
 def start_compiling(source, device: torch.device) -> None:
-    """Start the helper for a model that was not run with this cache, while its weights load.
+    """Begin what the first launches need, while weights load.
 
-    source: as of `runtime.loading.load_model`.
+    That is the helper, for a model that was not run with this cache, and Triton's hash. source: as
+    of `runtime.loading.load_model`.
     """
     if device.type != "cuda" or triton is None:
         return
+    start_hashing()
     remembered[:] = [folder() / digest(f"{source.args} {source.format}")]
     if not remembered[0].exists():
         start()
@@ -57,6 +59,7 @@ def marker(task: str) -> Path:
 
 def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     """Compile the tasks that no earlier run has compiled; return how many."""
+    wait_for_hash()
     markers = {task: marker(task) for task in tasks}
     missing = [task for task in tasks if not markers[task].exists()]
     if missing:

@@ -8,7 +8,7 @@ runs the compiled blocks, which are the reference that tests compare with.
 """
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
 from runtime.fused_prompt import PromptRunner
+from runtime.layer_kinds import kinds_of
 from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
@@ -88,6 +89,22 @@ def last_norm(model: Transformer, x: Tensor) -> Tensor:
 def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tensor:
     # Contiguous, as `down` reads it.
     return attention.core(projected, context).contiguous()
+
+
+def launch_core(
+    layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
+) -> Tensor:
+    """Launch the kernels that a recurrent layer's `core` has in eager code: for prompts.
+
+    It writes a state, which is one of its own here. Other layers have none in their `core`.
+    """
+    if hasattr(attention, "make_state"):
+        kept, attention.state = attention.state, attention.make_state(len(projected), projected)
+        try:
+            run_core(attention, projected, context)
+        finally:
+            attention.state = kept
+    return layer.attention.empty_heads(attention, projected, context)
 
 
 class FusedRunner(CompiledRunner):
@@ -160,8 +177,16 @@ class FusedRunner(CompiledRunner):
         """Whether several ranks compute a layer."""
         return any(layer.experts.sum.all_reduce for layer in self.layers.values())
 
+    @cached_property
+    def kinds(self) -> dict[int, int]:
+        """The kind of each layer by its id: layers of a kind launch the same kernels."""
+        return dict(zip(map(id, self.layers.values()), kinds_of(self.layers.values()), strict=True))
+
     def launch_all(self, rows: int, queries: int, reach: int | None = None) -> None:
-        """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`."""
+        """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`.
+
+        Those of one layer of each kind.
+        """
         model, T = self.model, rows * queries
         tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
         if self.begins_fused:
@@ -169,27 +194,11 @@ class FusedRunner(CompiledRunner):
         x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
         rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
         context = Context(rope, positions=tokens, last=tokens[:, 0])
-        for layer in self.layers.values():
+        for layer in {self.kinds[id(layer)]: layer for layer in self.layers.values()}.values():
             if layer.experts.takes_tokens(T):
-                layer.forward(x, context, partial(self.launch_core, layer), reach)
+                layer.forward(x, context, partial(launch_core, layer), reach)
         if self.head is not None and rows <= self.max_tokens:
             self.head.forward(x[:rows])
-
-    @staticmethod
-    def launch_core(
-        layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
-    ) -> Tensor:
-        """Launch the kernels that a recurrent layer's `core` has in eager code: for prompts.
-
-        It writes a state, which is one of its own here. Other layers have none in their `core`.
-        """
-        if hasattr(attention, "make_state"):
-            kept, attention.state = attention.state, attention.make_state(len(projected), projected)
-            try:
-                run_core(attention, projected, context)
-            finally:
-                attention.state = kept
-        return layer.attention.empty_heads(attention, projected, context)
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -331,7 +340,8 @@ class FusedRunner(CompiledRunner):
         if layer.experts.sum.all_reduce or layer.experts.before.all_reduce:
             return True
         core, T = layer.attention.empty_heads, context.positions.numel()
-        key = id(layer), tuple(context.positions.shape), self.reach, context.last is None
+        shape = tuple(context.positions.shape)
+        key = self.kinds[id(layer)], shape, self.reach, context.last is None
 
         def launch() -> None:
             layer.forward(x.new_empty(T, x.shape[-1]), context, core, self.reach)

@@ -93,6 +93,7 @@ SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
+    "gguf_files/views.py": ({"gguf"}, "it takes 0.03 s; few files have types that need it"),
     "ops/inductor.py": (
         {
             "torch._dynamo.config",
@@ -121,6 +122,7 @@ HIDDEN_IMPORTS = {
     "benchmarks/cold_start.py": (
         {
             "benchmarks.decode_speed",
+            "benchmarks.load_checkpoint",
             "models.random_weights",
             "runtime.sampling",
         },

@@ -1,6 +1,8 @@
 """Which models runtime/fused_layer.py runs, and how shared experts are stacked on the others."""
 
+import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +29,7 @@ from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
 from runtime.fused_head import fused_head
 from runtime.fused_layer import FusedExperts, FusedLayer, NoExperts, fused_layers, stack
 from runtime.kernel_choice import choose_runner, count_fused, describe_kernels, why_not_fused
+from runtime.layer_kinds import kinds_of
 from runtime.loading import check_decode_kernels, load_model
 from runtime.plain_forms import FORMS, TESTED, changed_forms, digest_of
 from runtime.runner import CompiledRunner
@@ -75,6 +78,53 @@ def as_on_hopper(monkeypatch) -> None:
     """Let a model on the meta device be chosen for as if it were on HOPPER."""
     choose = "runtime.kernel_choice.why_not_fused"
     monkeypatch.setattr(choose, lambda model, _: why_not_fused(model, HOPPER))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kinds"),
+    (
+        ("Qwen3-30B-A3B", "int4", [0, 0, 0, 0, 0, 0]),
+        ("Qwen3-30B-A3B", "bf16-int8", [0, 0, 0, 0, 0, 0]),
+        ("gpt-oss-20b", "mxfp4", [0, 1, 0, 1, 0, 1]),  # a window
+        ("Qwen3.6-35B-A3B", "int4", [0, 0, 0, 1, 0, 0]),  # recurrent
+        ("GLM-4.7-Flash", "int4", [0, 1, 1, 1, 1, 1]),  # dense
+    ),
+)
+@pytest.mark.parametrize("length", (64, 4096))
+def test_layers_of_a_kind_are_found(name, mode, kinds, length):
+    model = on_meta(name, mode)
+    model.setup_cache(1, length)
+    assert kinds_of(fused_layers(model).values()) == kinds
+
+
+def test_what_differs_in_one_setting_is_of_another_kind():
+    def layer(**values) -> SimpleNamespace:
+        weight = torch.empty(8, 16, device="meta")
+        fields = {"weight": weight, "eps": 1e-5, "sizes": (1, 2), "inner": SimpleNamespace(n=1)}
+        return SimpleNamespace(**fields | values)
+
+    lock = threading.Lock()  # an object that the comparison does not know
+    others = (
+        {"weight": torch.empty(8, 17, device="meta")},
+        {"weight": torch.empty(16, 8, device="meta").T},
+        {"weight": torch.empty(8, 16, device="meta", dtype=torch.bfloat16)},
+        {"eps": 1e-6},
+        {"eps": None},
+        {"sizes": (1, 3)},
+        {"sizes": [1, 2]},
+        {"inner": SimpleNamespace(n=True)},
+        {"more": 1},
+        {"more": threading.Lock()},
+        {"more": threading.Lock()},
+        {"more": partial(layer, eps=1)},
+        {"more": partial(layer, eps=2)},
+    )
+    layers = [layer(), layer(), layer(more=lock), layer(more=lock)]
+    layers += [layer(**values) for values in others]
+    itself = layer()
+    itself.owner = itself
+    layers.append(itself)
+    assert kinds_of(layers) == [0, 0, 1, 1, *range(2, len(others) + 3)]
 
 
 def test_kernels_are_described(monkeypatch):

@@ -498,7 +498,7 @@ def test_types_that_cannot_be_run_are_refused_by_name(sound, tmp_path, monkeypat
     assert "tensors in I8, which cannot be run; take Q4_K_M" in refusal(damaged)
     unknown = with_bytes(sound, tmp_path / "c.gguf", kind, struct.pack("<I", 139))
     assert "the type 139, which is not known here; take a file in a type of" in refusal(unknown)
-    monkeypatch.setattr("gguf_files.views.gguf", None)
+    monkeypatch.setattr("gguf_files.views.has_package", lambda: False)
     path = write_gguf(tmp_path / "b.gguf", wide_peer("qwen3_moe"), lambda name: "Q2_K")
     assert "in Q2_K, which take a package: pip install gguf" in refusal(path)
 

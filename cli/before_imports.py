@@ -1,0 +1,100 @@
+"""What a command begins before it imports torch: work beside which Python can go on importing.
+
+    keep_bytecode     let Python keep what it compiles of torch's sources
+    create_context    start CUDA
+    read_ahead        read a model's files into the page cache
+
+`cli.compile_helper.start_before_imports` starts another process. None of them is necessary: what
+they cannot do is done later, and fails there.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from cli.compile_cache import own_folder, prepare
+from cli.compile_helper import NVIDIA
+
+PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
+WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
+
+def keep_bytecode(options: argparse.Namespace) -> None:
+    """Let Python keep compiled modules in the compile cache, if it cannot keep torch's.
+
+    It compiles 1,500 modules at each start then, which takes two seconds: where packages were
+    installed without compiling them, into a folder that is not the user's, or where
+    PYTHONDONTWRITEBYTECODE is set. Processes that this one starts keep theirs there, too.
+    """
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None or sys.pycache_prefix is not None:
+        return
+    is_kept = os.path.exists(importlib.util.cache_from_source(spec.origin))
+    is_writable = not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK)
+    if is_kept or is_writable:
+        return
+    with suppress(OSError, ValueError):  # `use_compile_cache` says why
+        if options.compile_cache:
+            prepare(options.compile_cache.absolute())
+        folder = (options.compile_cache or own_folder()).absolute() / "python"
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+        os.environ.pop(WITHOUT_BYTECODE, None)
+
+
+def create_context(options: argparse.Namespace) -> threading.Thread | None:
+    """Create the first GPU's CUDA context in a thread; torch then finds it.
+
+    It takes 0.3 to 0.5 s, in which the driver does not hold Python's lock.
+    """
+    if options.device == "cpu" or not NVIDIA.exists():
+        return None
+    # No daemon: the process must not end while the driver starts.
+    thread = threading.Thread(target=retain_context, name="CUDA context")
+    thread.start()
+    return thread
+
+
+def retain_context() -> None:
+    with suppress(OSError, AttributeError):  # no driver, or another one
+        cuda = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def read_ahead(paths: Sequence[Path]) -> threading.Thread | None:
+    """Have the system read files in a thread, unless they fill half of the free memory."""
+    paths = [path for path in paths if path.is_file()]  # to open a pipe would wait
+    sizes = [path.stat().st_size for path in paths]
+    if not hasattr(os, "posix_fadvise") or sum(sizes) > available_memory() // 2:
+        return None
+    thread = threading.Thread(target=advise, args=(paths,), name="read ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def advise(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            for start in range(0, os.fstat(file.fileno()).st_size, PIECE):
+                os.posix_fadvise(file.fileno(), start, PIECE, os.POSIX_FADV_WILLNEED)
+
+
+def available_memory() -> int:
+    """Return the bytes that this machine or container can give; 0 if the system does not say."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        found = int(fields["MemAvailable"].split()[0]) << 10
+        with suppress(OSError, ValueError):  # no limit, or no cgroups of version 2
+            found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return found
+    return 0

@@ -1,0 +1,196 @@
+"""What a command begins before it imports torch, and that none of it is necessary."""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import before_imports
+from cli.command import command
+from hub.manage import read_model_ahead
+from ops import compile_ahead
+
+ROOT = Path(__file__).parents[1]
+# Print where Python keeps bytecode, here and in a child: after `keep_bytecode`, and with a torch.
+KEEP = """
+import argparse, json, subprocess, sys
+from pathlib import Path
+from cli.before_imports import keep_bytecode
+
+keep_bytecode(argparse.Namespace(compile_cache=Path(sys.argv[1]) if sys.argv[1] else None))
+import torch
+child = "import sys; print(sys.pycache_prefix, sys.dont_write_bytecode)"
+child = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout
+print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode, torch.VALUE, child.split()]))
+"""
+
+
+def keep_bytecode(folder: Path, cache: Path | str, **variables: str) -> list:
+    """Run KEEP with a package `torch` in this folder."""
+    (folder / "torch").mkdir(exist_ok=True)
+    (folder / "torch" / "__init__.py").write_text("VALUE = 1\n")
+    names = ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))} | variables
+    command = [sys.executable, "-c", KEEP, str(cache)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_bytecode_of_torch_is_kept_where_python_would_keep_none(tmp_path):
+    cache, forbidden = tmp_path / "cache", {"PYTHONDONTWRITEBYTECODE": "1"}
+    for _ in range(2):  # the second run reads it
+        prefix, *found, child = keep_bytecode(tmp_path, cache, **forbidden)
+        assert prefix == str(cache / "python") and found == [False, 1]
+        assert child == [prefix, "False"]  # Inductor's processes import torch, too
+        kept = [path for path in cache.rglob("*.pyc") if path.parent.name == "torch"]
+        assert len(kept) == 1 and not (tmp_path / "torch" / "__pycache__").exists()
+    own = {"XDG_CACHE_HOME": str(tmp_path / "user")}
+    prefix, *_ = keep_bytecode(tmp_path, "", **forbidden, **own)
+    assert prefix == str(tmp_path / "user/moe-fast/compiled/python")
+    assert (tmp_path / "user/moe-fast/compiled").stat().st_mode & 0o777 == 0o700
+
+
+def test_pythons_own_folders_of_bytecode_stay(tmp_path):
+    forbidden = {"PYTHONDONTWRITEBYTECODE": "1"}
+    cache, expected = tmp_path / "cache", [None, False, 1, ["None", "False"]]
+    assert keep_bytecode(tmp_path, cache) == expected  # torch's folder can be written
+    assert list((tmp_path / "torch").rglob("*.pyc"))
+    # Now it has bytecode, which is read in any case.
+    expected = [None, True, 1, ["None", "True"]]
+    assert keep_bytecode(tmp_path, cache, **forbidden) == expected
+    own = {"PYTHONPYCACHEPREFIX": str(tmp_path / "own")}
+    assert keep_bytecode(tmp_path, cache, **own)[0] == own["PYTHONPYCACHEPREFIX"]
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_made_stops_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = keep_bytecode(tmp_path, tmp_path / "file" / "x", PYTHONDONTWRITEBYTECODE="1")
+    assert found[:2] == [None, True]
+
+
+class FakeDriver:
+    """Stands for libcuda: notes its calls."""
+
+    def __init__(self, code: int):
+        self.code, self.calls = code, []
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            self.calls.append(name)
+            return self.code
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    ((0, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), (100, ["cuInit"])),
+)
+def test_a_context_is_created_on_a_gpu_alone(code, calls, tmp_path, monkeypatch):
+    fake = FakeDriver(code)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    monkeypatch.setattr(before_imports, "NVIDIA", tmp_path)
+    assert before_imports.create_context(argparse.Namespace(device="cpu")) is None
+    before_imports.create_context(argparse.Namespace(device="auto")).join()
+    assert fake.calls == calls
+    monkeypatch.setattr(before_imports, "NVIDIA", tmp_path / "none")
+    assert before_imports.create_context(argparse.Namespace(device="auto")) is None
+
+
+def test_no_driver_is_no_error(monkeypatch):
+    def missing(name: str):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    before_imports.retain_context()
+
+
+@pytest.fixture
+def advised(monkeypatch):
+    """Return a function: the names and ranges of files that options have the system read."""
+    found, threads = [], []
+
+    def advise(descriptor: int, start: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        found.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, start, size))
+
+    def read(**options) -> list[tuple[str, int, int]]:
+        found.clear()
+        defaults = {"model": None, "revision": None, "checkpoint_path": None, "dry_run": False}
+        read_model_ahead(argparse.Namespace(**defaults | options))
+        while threads:
+            if thread := threads.pop():
+                thread.join()
+        return list(found)
+
+    begin = before_imports.read_ahead
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(before_imports, "PIECE", 10)
+    monkeypatch.setattr("hub.manage.read_ahead", lambda paths: threads.append(begin(paths)))
+    monkeypatch.setattr(before_imports, "available_memory", lambda: 1000)
+    return read
+
+
+def test_weights_on_disk_are_read_ahead(advised, tmp_path, monkeypatch):
+    folder = tmp_path / "OWNER/NAME/model_bf16"
+    folder.mkdir(parents=True)
+    for name, size in (("b.safetensors", 5), ("a.safetensors", 25), ("tokenizer.json", 7)):
+        (folder / name).write_bytes(bytes(size))
+    pieces = [("a.safetensors", start, 10) for start in (0, 10, 20)] + [("b.safetensors", 0, 10)]
+    assert advised(checkpoint_path=folder) == pieces
+    assert advised(checkpoint_path=folder / "b.safetensors") == pieces[-1:]  # as a GGUF file is
+    assert advised(checkpoint_path=folder, dry_run=True) == []
+    assert advised(checkpoint_path=folder, prepare_only=True) == []
+    assert advised(checkpoint_path=tmp_path / "none") == advised() == []
+    monkeypatch.setenv("MOE_FAST_CHECKPOINTS", str(tmp_path))
+    assert advised(model="OWNER/NAME:bf16") == []  # no config.json: it is not complete
+    (folder / "config.json").write_text('{"moe_fast": 1}')
+    assert advised(model="OWNER/NAME:bf16") == pieces
+    assert advised(model="OWNER/OTHER") == advised(model="no name") == []
+
+
+def test_more_than_memory_holds_is_not_read_ahead(advised, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(bytes(500))
+    assert len(advised(checkpoint_path=tmp_path)) == 50
+    (tmp_path / "b.safetensors").write_bytes(bytes(1))
+    assert advised(checkpoint_path=tmp_path) == []
+
+
+def test_the_memory_is_known():
+    assert before_imports.available_memory() > 1 << 20
+
+
+def test_garbage_is_collected_from_main_on():
+    found = []
+    gc.disable()  # as `check_arguments` does
+    try:
+        command()(lambda: found.append(gc.isenabled()) or 0)()
+        assert found == [True] and gc.get_freeze_count() > 1000
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_triton_is_hashed_once(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(compile_ahead, "hashing", [])
+    monkeypatch.setattr(compile_ahead, "triton_key", lambda: hashed.append(1))
+    compile_ahead.wait_for_hash()
+    assert not hashed
+    for _ in range(2):
+        compile_ahead.start_hashing()
+        compile_ahead.wait_for_hash()
+    assert hashed == [1]
+    monkeypatch.setattr(compile_ahead, "hashing", [])
+    monkeypatch.setattr(compile_ahead, "triton_key", None)  # another version of Triton
+    compile_ahead.start_hashing()
+    assert not compile_ahead.hashing
