@@ -297,7 +297,7 @@ def dense_product(
     most = IN_REGISTERS[BITS[weight.kind]]
     few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
     if (norm and few) or (groups > 1 and not norms_groups(weight, groups, T, tiles)):
-        raise ValueError(f"no product norms {T} tokens of {groups} groups: norm_apart does that")
+        raise ValueError(f"no product norms {T} tokens, {groups} groups of x: norm_apart does that")
     if few:
         down_few(x, weight, y, residual, bias, scale, tiles, activation, early)
         return y
