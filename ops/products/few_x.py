@@ -57,7 +57,8 @@ def _load_field(x, begins, step, LAST: tl.constexpr, K: tl.constexpr, s: tl.cons
         lane, word, half = at // VEC % (32 * WARPS), at % VEC, at // (32 * WARPS * VEC)
     token, quad = tile * 8 + lane // 4 % 8, lane // 32 * 4 + lane % 4
     # Steps of whole runs begin at the same number for all lanes: they share a lane's address.
-    WHOLE: tl.constexpr = s.neighbors or s.step_words % RUN == 0
+    # GGUF's kinds have many loads, which the compiler would start at once: no registers are left.
+    WHOLE: tl.constexpr = s.neighbors or (s.step_words % RUN == 0 and not s.gguf)
     more = step * (s.step_words * 2 * FIELDS) if WHOLE else 0
     word += (quad if WHOLE else step * (WARPS * 4) + quad) * VEC
     if s.neighbors:
