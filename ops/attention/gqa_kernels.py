@@ -32,7 +32,7 @@ def find_parts(positions, sequence, s: tl.constexpr):
         return start, first, start + s.queries, tl.num_programs(2)
     else:
         blocks = (start - first + s.tile.block - 1) // s.tile.block
-        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+        parts = tl.minimum(tl.maximum((blocks + 1) // 2, tl.minimum(blocks, s.few_parts)), s.parts)
         return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
