@@ -47,7 +47,7 @@ from ops.declared import (
     NoAdditions,
     Routing,
 )
-from ops.products import dense, expert_tiles
+from ops.products import dense, expert_tiles, join
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import down_few
 from ops.products.join import NormRouter, norm_router, norm_tokens
@@ -104,7 +104,10 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
 
 
 def multiply_ranges(
-    x: Tensor, norm: RMSNorm | dense.Norm | None, weights: list[tuple[Weight, Tensor | None]]
+    x: Tensor,
+    norm: RMSNorm | dense.Norm | None,
+    weights: list[tuple[Weight, Tensor | None]],
+    ahead: dense.Ahead | None = None,
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
@@ -117,8 +120,12 @@ def multiply_ranges(
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):
         early = n == 1  # then the kernel before the previous one, which writes x, has ended
-        dense.dense_product(x, weight, scale, bias=bias, out=part, early=early)
+        then = ahead if n + 1 == len(weights) and len(x) == 1 else None
+        dense.dense_product(x, weight, scale, bias=bias, out=part, early=early, ahead=then)
     return y
+
+
+USE_AHEAD, ROUTER_AHEAD = 0, False
 
 
 class FusedAttention:
@@ -151,7 +158,10 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
-        projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
+        attention, ahead = self.attention, None
+        if isinstance(attention, FusedDecodeAttention) and USE_AHEAD and (reach is None or USE_AHEAD > 1):
+            ahead = dense.Ahead(attention.cache.stored()[0], context.positions)
+        projected = multiply_ranges(x, self.norm, self.inputs, ahead)
         projected, output_norm = projected.view(*context.positions.shape, -1), None
         if not hasattr(attention, "takes") or not attention.takes(projected, context):
             (plain,) = getattr(attention, "plain", (attention,))
@@ -292,7 +302,9 @@ class FusedExperts:
             return self.run_tiles(x, attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
+        join.PENDING = getattr(self, "ahead", None) if len(x) == 1 else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
+        join.PENDING = None
         add, branches = self.branches(x)
         if self.apart:
             plain = normed if isinstance(normed, Tensor) else plain
