@@ -1145,10 +1145,10 @@ def fused_error(
         with (
             mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f),
             mock.patch.object(FusedDecodeAttention, "fused_core", core),
+            mock.patch.object(softmax, "MAX_PARTS", most),
             mock.patch.multiple(
                 gqa,
                 choose_tiles=lambda *_, tile=tile: iter((tile,)),
-                MAX_PARTS=most,
                 ONE_PART=one_part,
             ),
         ):
@@ -1187,9 +1187,9 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
     return max(((b - a).norm() / a.norm()).item() for a, b in pairs if a.numel())
 
 
-def first_block_loads(C: int, itemsize: int) -> int:
+def first_block_loads(C: int, itemsize: int, length: int) -> int:
     """Return how many 16-byte loads of a lane a block of keys and values takes."""
-    block = next(gqa.choose_tiles(C, itemsize, 1)).block
+    block = next(gqa.choose_tiles(C, itemsize, 1, length)).block
     return block * C * 2 * itemsize // (16 * 32 * gqa.WARPS)
 
 
@@ -1233,7 +1233,7 @@ def token_code() -> dict[str, dict[str, int]]:
             "spills": asm.count("STL"),
             "products": asm.count("HMMA"),
             "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:-1]],
-            "block": first_block_loads(C, dtype.itemsize),
+            "block": first_block_loads(C, dtype.itemsize, reach or S),
             "merges": len(merges),
         }
     return found

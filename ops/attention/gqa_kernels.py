@@ -205,8 +205,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
-    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
+    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     if PDL and s.loops and s.tile.block == BLOCK:
         _prefetch_block(cache, first + BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
