@@ -52,25 +52,37 @@ def few(n):
     return [(gqa, "FEW_PARTS", n)]
 
 
+def most(n):
+    return [(softmax, "MAX_PARTS", n)]
+
+
+def merge(n):
+    return [(gqa, "MERGE_WARPS", n)]
+
+
 ROUTER = (fused_layer, "ROUTER_AHEAD", True)
 OLD, HALF1, HALF2 = Tile(128, 3, True, 1), Tile(64, 3, True, 1), Tile(64, 3, True, 2)
 ONE = [(softmax, "MAX_PARTS", 1)]
 VARIANTS = {
     "before": tiles(OLD),
     "half 33": tiles(HALF1),
-    "half 64": tiles(HALF2),
+    "half 32": tiles(HALF1) + most(32),
+    "half 32, merge 1 warp": tiles(HALF1) + most(32) + merge(1),
+    "half 32, merge 1, first": tiles(HALF1) + most(32) + merge(1) + ahead(False, True),
     "half 33, first": tiles(HALF1) + ahead(False, True),
     "half 33, prefetch": tiles(HALF1) + ahead(True, False),
     "half 33, first, prefetch": tiles(HALF1) + ahead(True, True),
-    "before, prefetch": tiles(OLD) + ahead(True, False),
-    "before, first": tiles(OLD) + ahead(False, True),
     "before, router": [*tiles(OLD), ROUTER],
     "half 33, router": [*tiles(HALF1), ROUTER],
-    "half 33, router, first": [*tiles(HALF1), ROUTER, *ahead(False, True)],
+    "half 33, merge 1 warp": tiles(HALF1) + merge(1),
+    "half 64": tiles(HALF2),
+    "before, first": tiles(OLD) + ahead(False, True),
+    "before, prefetch": tiles(OLD) + ahead(True, False),
     "half 33, few 16": tiles(HALF1) + few(16),
+    "half 33, router, first": [*tiles(HALF1), ROUTER, *ahead(False, True)],
+    "half 32, merge 4 warps": tiles(HALF1) + most(32) + merge(4),
     "half 33, 4 warps": tiles(HALF1) + warps(4),
     "half 33, few 4, prefetch": tiles(HALF1) + few(4) + ahead(True, False),
-    "half 33, 4 stages": tiles(Tile(64, 4, True, 1)),
 }
 SHORT = {
     "before": [],
