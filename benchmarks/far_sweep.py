@@ -136,7 +136,7 @@ def main() -> None:
                                 )
                         norm = layers.run().float().norm().item()
                         row.append(f"{layers.microseconds():7.2f} ({norm:.4f})")
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     row.append(f"{type(error).__name__}: {str(error)[:150]}")
             print(f"{run} {name:28} {'  '.join(row)}  {time.time() - begin:.0f} s", flush=True)
 
