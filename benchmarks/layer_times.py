@@ -37,6 +37,7 @@ from benchmarks.decode_speed import randomize, read_bandwidth
 from benchmarks.fused_decode import CACHE, Layers, load_layers
 from benchmarks.tune import LayerProduct, Tuning
 from cli.parser import Parser
+from model import Transformer
 from ops.attention import delta
 from ops.products import dense, expert_tiles, experts, few_tokens, join, pipeline
 from ops.products.expert_tiles import choose_few
@@ -44,7 +45,6 @@ from ops.products.few_tokens import FewTiles, choose_few_tiles
 from ops.products.join import Join
 from ops.products.tilings import Tiles
 from ops.products.weights import BITS, Weight
-from model import Transformer
 from parallel import process_group
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
