@@ -47,7 +47,7 @@ from ops.declared import (
     NoAdditions,
     Routing,
 )
-from ops.products import dense, expert_tiles, join
+from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
 from ops.products.few_tokens import down_few
 from ops.products.join import NormRouter, norm_router, norm_tokens
@@ -125,7 +125,7 @@ def multiply_ranges(
     return y
 
 
-USE_AHEAD, ROUTER_AHEAD = 0, False
+USE_AHEAD = 0
 
 
 class FusedAttention:
@@ -302,9 +302,7 @@ class FusedExperts:
             return self.run_tiles(x, attended, last)
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
-        join.PENDING = getattr(self, "ahead", None) if len(x) == 1 else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
-        join.PENDING = None
         add, branches = self.branches(x)
         if self.apart:
             plain = normed if isinstance(normed, Tensor) else plain

@@ -35,9 +35,8 @@ from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
 
 FEWEST_ROWS = 16  # that tensor cores multiply
-FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
-WARPS, MERGE_WARPS = 8, 2
-BESIDE = 2
+FEW_PARTS = 64  # up to which a part is one block, with one query of a plain cache (H100)
+WARPS, MERGE_WARPS = 8, 1
 MERGED_COLUMNS = 32  # numbers of a head that a program of `merge_kernel` merges
 NO_WINDOW = 1 << 30
 MAX_QUERIES = 64
@@ -127,7 +126,6 @@ class Tile:
     block: int  # positions at once
     stages: int  # blocks in flight, and the one in use
     wide: bool = False  # read two blocks as one, where a part has more than one and up to two
-    beside: int = PROGRAMS  # programs that a multiprocessor runs side by side, at most
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,9 @@ def choose_tiles(C: int, itemsize: int, Q: int, length: int) -> Iterator[Tile]:
     """Yield tiles for heads of this size, the fastest first (H200).
 
     itemsize: of the cache. length: positions that a token may see. One query of an int8 cache has
-    smaller tiles: more programs of a multiprocessor (H100). So has one of a long plain cache: its
-    programs start while those of `wqkv` still hold half of the registers, and load their keys.
+    smaller tiles: more programs of a multiprocessor (H100). So has one of a long plain cache, for
+    more parts. It has as many stages that a multiprocessor runs one program: it loads so slowly
+    that each should have few positions.
     """
     block = min(128, max(16, (4096 if itemsize == 4 else 16384) // C))
     if Q == 1:
@@ -192,9 +191,10 @@ def choose_tiles(C: int, itemsize: int, Q: int, length: int) -> Iterator[Tile]:
             block = min(64, block)
         if itemsize == 2 and length > 2 * block:
             block = max(16, min(block, 8192 // C))
+            yield Tile(block, 5, wide=True)
         if itemsize == 2:
-            yield Tile(block, 3, wide=True, beside=BESIDE)
-        yield Tile(block, 3, beside=1 if itemsize > 1 else PROGRAMS)
+            yield Tile(block, 3, wide=True)
+        yield Tile(block, 3)
     elif itemsize == 1:
         yield Tile(block, 3)
     while block >= 16:
@@ -256,7 +256,10 @@ def divide(
         )
         P = 1
         if length > s.one_part and not (is_one_part and Q > 1):
-            P = count_parts(B * s.pairs, length, tile.block, qkv.device, tile.beside)
+            # One query of a plain cache: a program takes half of a multiprocessor's shared memory
+            # or more, and all programs should run at once.
+            side_by_side = 1 if Q == 1 and not int8 else PROGRAMS
+            P = count_parts(B * s.pairs, length, tile.block, qkv.device, side_by_side)
         # One query of an int8 cache: as many parts as multiprocessors are one block. More parts
         # take longer to merge than their programs save (H100).
         processors = gpu_of(qkv.device).multiprocessors

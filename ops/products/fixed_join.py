@@ -55,7 +55,7 @@ def fixed_join(
         programs, rows, share = divide_token(N, D)
         s = replace(s, N=N, E=N, rows=rows, share=share)
         found, stored = Router(router), Results(normed, total, scores=scores)
-    tensors = x, added._replace(y=results.contiguous()), *norm[:2], found, stored, None
+    tensors = x, added._replace(y=results.contiguous()), *norm[:2], found, stored
     launch(join_tokens, (programs,), *tensors, settings=s, warps=8)
     if router is not None and tokens > 1:
         scores = F.linear(normed.view(-1, D), router)

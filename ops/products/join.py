@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.ahead import prefetch_cache
 from ops.declared import Routing
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.branches import (
@@ -56,7 +55,6 @@ class Added(NamedTuple):
 
 
 NOTHING = Added()
-PENDING = None
 
 
 class Router(NamedTuple):
@@ -101,10 +99,6 @@ class Join:
     branches: int = 1
     messages: Messages | None = None
     layout: Layout | None = None
-    cache_rows: int = 0
-    cache_heads: int = 0
-    cache_length: int = 0
-    cache_width: int = 0
 
     # Numbers of a tile that has a token, or a part of it.
     block = property(lambda s: s.part or triton.next_power_of_2(s.D))
@@ -168,7 +162,7 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
-def join_tokens(x, added, norm, offset, router, results, ahead, s: tl.constexpr, PDL: tl.constexpr):
+def join_tokens(x, added, norm, offset, router, results, s: tl.constexpr, PDL: tl.constexpr):
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
@@ -217,8 +211,6 @@ def join_tokens(x, added, norm, offset, router, results, ahead, s: tl.constexpr,
     if added.memory is not None:
         call = load_call(added.calls)
     await_previous(PDL, s.early)
-    if PDL and ahead is not None:
-        prefetch_cache(ahead, s, 320)
     if added.memory is not None:
         if indices is not None:
             _clear_choice(indices, s)
@@ -367,10 +359,7 @@ def norm_router(
         **messages,
     )
     grid = (programs,) if T == 1 else (programs, T)
-    if PENDING is not None:
-        _, rows, heads, length, width = PENDING.cache.shape
-        s = replace(s, cache_rows=rows, cache_heads=heads, cache_length=length, cache_width=width)
-    tensors = x, added, before.norm, None, Router(before.rows, before.bias, of_experts), results, PENDING
+    tensors = x, added, before.norm, None, Router(before.rows, before.bias, of_experts), results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, scores
 
@@ -384,7 +373,7 @@ def norm_tokens(
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
-    tensors = x, added, norm, None, Router(), Results(normed, total), None
+    tensors = x, added, norm, None, Router(), Results(normed, total)
     s = Join(D, eps, groups=groups, early=True)
     launch(join_tokens, (T,), *tensors, settings=s, warps=8)
     return normed
@@ -406,6 +395,6 @@ def add_branch(
         s = replace(s, messages=inbox.sizes)
     if added.norm is None:
         s, warps = replace(s, part=PART, early=True), 1
-    tensors = x, added, None, None, Router(), Results(total=total), None
+    tensors = x, added, None, None, Router(), Results(total=total)
     launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
     return total
