@@ -18,6 +18,7 @@ from runtime import fused_layer
 from runtime.fused_decode import FusedRunner
 
 chosen = gqa.choose_tiles
+POSITIONS = [100, 150, 250, 600, 1000, 2000, 3900, 4000, 8000, 16000, 32000]
 
 
 def tiles(long=None, short=None):
@@ -89,7 +90,7 @@ SHORT = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=read_case)
-    parser.add_argument("--position", type=int, nargs="+", default=[300, 600, 1000, 2000, 3900, 4000, 8000, 16000, 32000])
+    parser.add_argument("--position", type=int, nargs="+", default=POSITIONS)
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--short", action="store_true")
@@ -114,6 +115,7 @@ def main() -> None:
                     runner = FusedRunner(model)
                     for position in positions:
                         layers = Layers(model, runner, position)
+                        runner.reach = runner.reach if options.short else None
                         layers.run()
                         row.append(f"{layers.microseconds():6.2f}")
                 except Exception as error:
