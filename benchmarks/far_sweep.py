@@ -1,6 +1,8 @@
 """Try forms of attention at far positions, in whole layers (to be removed)."""
 
 import argparse
+import ctypes
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import torch
 
 from benchmarks.fused_decode import Layers
 from benchmarks.layer_times import load_case, read_case
+from ops import launch
 from ops.attention import gqa, softmax
 from ops.attention.gqa import Tile
 from ops.products import dense
@@ -87,6 +90,38 @@ SHORT = {
 }
 
 
+CARVE = {
+    "before": (-1, tiles(OLD) + few(8) + merge(2)),
+    "before, carve": (100, tiles(OLD) + few(8) + merge(2)),
+    "before, carve, first": (100, tiles(OLD) + few(8) + merge(2) + ahead(False, True, 2)),
+    "before, carve, merge 1": (100, tiles(OLD) + few(8)),
+    "before, carve 50": (50, tiles(OLD) + few(8) + merge(2)),
+    "five, few 8, carve": (100, tiles(FIVE) + few(8)),
+    "five, few 8, carve, first": (100, tiles(FIVE) + few(8) + ahead(False, True, 2)),
+    "five, few 64, carve": (100, tiles(FIVE)),
+    "five, few 64, carve, first": (100, tiles(FIVE) + ahead(False, True, 2)),
+    "half, few 8, carve": (100, tiles(HALF) + few(8)),
+    "half, few 64, carve": (100, tiles(HALF)),
+    "before, carve, prefetch": (100, tiles(OLD) + few(8) + ahead(True, False, 2)),
+}
+
+
+def set_carveout(percent):
+    """Set the preferred share of shared memory of all loaded kernels that need little."""
+    library = ctypes.CDLL("libcuda.so.1")
+    seen = 0
+    modules = [module for name, module in sys.modules.items() if name.startswith("ops.")]
+    values = {id(each): each for module in modules for each in vars(module).values()}
+    for kernel in [each for each in values.values() if isinstance(each, launch.Kernel)]:
+        for found in kernel.device_caches.values():
+            for code in found[0].values():
+                if getattr(code, "function", None) and code.metadata.shared <= 49152:
+                    error = library.cuFuncSetAttribute(ctypes.c_void_p(code.function), 9, percent)
+                    assert error == 0, error
+                    seen += 1
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=read_case)
@@ -94,6 +129,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--carve", action="store_true")
     options = parser.parse_args()
     begin = time.time()
     device = process_group.start("cuda")
@@ -102,25 +138,31 @@ def main() -> None:
     print(f"model after {time.time() - begin:.0f} s", flush=True)
     positions = [40, 100, 128, 150, 250] if options.short else options.position
     variants = SHORT if options.short else VARIANTS
+    if options.carve:
+        variants, positions = CARVE, [100, 150, 250, 1000, 2000, 3900, 4000, 16000, 32000]
     names = options.only or list(variants)
     for run in range(3):
         for name in names:
             if time.time() - begin > options.seconds:
                 return
             with ExitStack() as stack:
-                for change in variants[name]:
+                percent, changes = variants[name] if options.carve else (-1, variants[name])
+                count = 0
+                for change in changes:
                     stack.enter_context(mock.patch.object(*change))
                 row = []
                 try:
                     runner = FusedRunner(model)
                     for position in positions:
                         layers = Layers(model, runner, position)
-                        runner.reach = runner.reach if options.short else None
+                        runner.reach = runner.reach if options.short or options.carve else None
                         layers.run()
+                        if options.carve:
+                            count = set_carveout(percent)
                         row.append(f"{layers.microseconds():6.2f}")
                 except Exception as error:
                     row.append(f"{type(error).__name__}: {str(error)[:150]}")
-            print(f"{run} {name:28} {'  '.join(row)}  {time.time() - begin:.0f} s", flush=True)
+            print(f"{run} {name:28} {'  '.join(row)} {count}", flush=True)
 
 
 if __name__ == "__main__":
