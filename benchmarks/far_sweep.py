@@ -102,6 +102,8 @@ CARVE = {
     "five, few 64, carve, first": (100, tiles(FIVE) + ahead(False, True, 2)),
     "half, few 8, carve": (100, tiles(HALF) + few(8)),
     "half, few 64, carve": (100, tiles(HALF)),
+    "32x2, few 16": (-1, tiles(Tile(32, 2, True)) + few(16)),
+    "32x2, few 16, carve": (100, tiles(Tile(32, 2, True)) + few(16)),
     "before, carve, prefetch": (100, tiles(OLD) + few(8) + ahead(True, False, 2)),
 }
 
