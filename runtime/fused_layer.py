@@ -104,10 +104,7 @@ def choose_attention(attention: nn.Module) -> nn.Module | FusedLatentAttention:
 
 
 def multiply_ranges(
-    x: Tensor,
-    norm: RMSNorm | dense.Norm | None,
-    weights: list[tuple[Weight, Tensor | None]],
-    ahead: dense.Ahead | None = None,
+    x: Tensor, norm: RMSNorm | dense.Norm | None, weights: list[tuple[Weight, Tensor | None]]
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
@@ -120,12 +117,8 @@ def multiply_ranges(
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):
         early = n == 1  # then the kernel before the previous one, which writes x, has ended
-        then = ahead if n + 1 == len(weights) and len(x) == 1 else None
-        dense.dense_product(x, weight, scale, bias=bias, out=part, early=early, ahead=then)
+        dense.dense_product(x, weight, scale, bias=bias, out=part, early=early)
     return y
-
-
-USE_AHEAD = 0
 
 
 class FusedAttention:
@@ -158,10 +151,7 @@ class FusedAttention:
 
         None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
         """
-        attention, ahead = self.attention, None
-        if isinstance(attention, FusedDecodeAttention) and USE_AHEAD and (reach is None or USE_AHEAD > 1):
-            ahead = dense.Ahead(attention.cache.stored()[0], context.positions)
-        projected = multiply_ranges(x, self.norm, self.inputs, ahead)
+        projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
         projected, output_norm = projected.view(*context.positions.shape, -1), None
         if not hasattr(attention, "takes") or not attention.takes(projected, context):
             (plain,) = getattr(attention, "plain", (attention,))

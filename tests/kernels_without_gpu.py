@@ -1187,9 +1187,9 @@ def largest_error(want: Iterable[Tensor], got: Iterable[Tensor]) -> float:
     return max(((b - a).norm() / a.norm()).item() for a, b in pairs if a.numel())
 
 
-def first_block_loads(C: int, itemsize: int, length: int) -> int:
+def first_block_loads(C: int, itemsize: int) -> int:
     """Return how many 16-byte loads of a lane a block of keys and values takes."""
-    block = next(gqa.choose_tiles(C, itemsize, 1, length)).block
+    block = next(gqa.choose_tiles(C, itemsize, 1)).block
     return block * C * 2 * itemsize // (16 * 32 * gqa.WARPS)
 
 
@@ -1227,13 +1227,16 @@ def token_code() -> dict[str, dict[str, int]]:
         sinks = H if args.family == "gpt_oss" else None
         (_, code), *merges = attention_code(layer, 1, S, dtype, KVCache, norms, sinks, reach)
         asm = code.asm["sass"]
+        last = re.split(r"\bEXIT\b", asm.split("ACQBULK")[-2])[-1]
         found[f"{name}, {reach or S} positions, {dtype}"] = {
             "waits": asm.count("ACQBULK"),
             "starts": asm.count("PREEXIT"),
             "spills": asm.count("STL"),
             "products": asm.count("HMMA"),
             "ahead": [part.count("LDG.E.128") for part in asm.split("ACQBULK")[:-1]],
-            "block": first_block_loads(C, dtype.itemsize, reach or S),
+            # The last body loads these before it stages something in shared memory.
+            "together": re.split(r"\b(?:STS|LDSM)\b", last)[0].count("LDG.E.128"),
+            "block": first_block_loads(C, dtype.itemsize),
             "merges": len(merges),
         }
     return found

@@ -35,8 +35,8 @@ from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
 
 FEWEST_ROWS = 16  # that tensor cores multiply
-FEW_PARTS = 64  # up to which a part is one block, with one query of a plain cache (H100)
-WARPS, MERGE_WARPS = 8, 1
+FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
+WARPS, MERGE_WARPS = 8, 2
 MERGED_COLUMNS = 32  # numbers of a head that a program of `merge_kernel` merges
 NO_WINDOW = 1 << 30
 MAX_QUERIES = 64
@@ -177,21 +177,15 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def choose_tiles(C: int, itemsize: int, Q: int, length: int) -> Iterator[Tile]:
-    """Yield tiles for heads of this size, the fastest first (H200).
+def choose_tiles(C: int, itemsize: int, Q: int) -> Iterator[Tile]:
+    """Yield tiles for heads of this size, the fastest first; itemsize: of the cache (H200).
 
-    itemsize: of the cache. length: positions that a token may see. One query of an int8 cache has
-    smaller tiles: more programs of a multiprocessor (H100). So has one of a long plain cache, for
-    more parts. It has as many stages that a multiprocessor runs one program: it loads so slowly
-    that each should have few positions.
+    One query of an int8 cache has smaller ones: more programs of a multiprocessor (H100).
     """
     block = min(128, max(16, (4096 if itemsize == 4 else 16384) // C))
     if Q == 1:
         if itemsize == 1 and C > 64:
             block = min(64, block)
-        if itemsize == 2 and length > 2 * block:
-            block = max(16, min(block, 8192 // C))
-            yield Tile(block, 5, wide=True)
         if itemsize == 2:
             yield Tile(block, 3, wide=True)
         yield Tile(block, 3)
@@ -233,7 +227,7 @@ def one_part(Q: int, C: int, itemsize: int) -> int:
     """
     if Q > 1:
         return ONE_PART // C
-    return 0 if itemsize == 1 else 2 * next(choose_tiles(C, itemsize, Q, 0)).block
+    return 0 if itemsize == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
 
 
 def divide(
@@ -246,8 +240,7 @@ def divide(
     is_one_part = length * C <= ONE_PART
     M = choose_rows(Q, layer.group, C, is_one_part)
     each = min(layer.group, M // Q)
-    itemsize = 1 if int8 else stored.entries.element_size()
-    for tile in choose_tiles(C, itemsize, Q, length):
+    for tile in choose_tiles(C, 1 if int8 else stored.entries.element_size(), Q):
         if length <= tile.block or Q > 1:
             tile = replace(tile, wide=False)
         s = KernelSettings(

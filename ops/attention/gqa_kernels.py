@@ -205,6 +205,8 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
+    # Values first: the compiler stages keys for tensor cores right after their load. Loads below
+    # that would begin when the keys have arrived.
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
     keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     if PDL and s.loops and s.tile.block == BLOCK:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention.ahead import Ahead, prefetch_cache
 from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
@@ -58,11 +57,6 @@ class SumSettings(Product):
     begin: int = 0  # where the result begins in the message
     shared: int = 0  # experts that follow the chosen ones, of the weight's last
     total: int = 0  # experts of the weight
-    cache_rows: int = 0
-    cache_heads: int = 0
-    cache_length: int = 0
-    cache_width: int = 0
-    starts_next: bool = False
 
     @property
     def first_shared(self) -> int:
@@ -70,9 +64,6 @@ class SumSettings(Product):
         if self.integers or self.blocks > 1 or not self.shared or self.depth < self.chunks:
             return self.depth
         return -(-(self.experts - self.shared) * self.each // self.lanes)
-
-
-START_FIRST, PREFETCH = False, True
 
 
 @jit
@@ -120,10 +111,8 @@ def _load_biases(bias, experts, factors, rows, s):
 # row that two programs compute is sent twice, with the same bits.
 @jit
 def _multiply_sum(
-    x, choice, residual, weights, bias, y, zero, send, ahead, s: tl.constexpr, PDL: tl.constexpr
+    x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL and s.starts_next:
-        tl.extra.cuda.gdc_launch_dependents()
     QUANTIZED: tl.constexpr = x.units is not None
     POLLED: tl.constexpr = PDL and s.gather and not QUANTIZED and s.integers
     AHEAD: tl.constexpr = QUANTIZED or POLLED or not s.gather  # weights are loaded before the wait
@@ -157,9 +146,9 @@ def _multiply_sum(
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
                 return
-    loaded = ()
+    ahead = ()
     for d in tl.static_range(s.first_shared, s.depth):
-        loaded = loaded + (load_weights(weights, None, row, d, s),)
+        ahead = ahead + (load_weights(weights, None, row, d, s),)
     if PDL and not AHEAD:
         tl.extra.cuda.gdc_wait()
     if not s.gather:
@@ -169,7 +158,7 @@ def _multiply_sum(
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(s.first_shared):
         tiles = tiles + (load_weights(weights, experts, row, d, s, POLLED),)
-    tiles = tiles + loaded
+    tiles = tiles + ahead
     if POLLED:
         tl.extra.cuda.gdc_wait()
     for d in tl.static_range(s.held):
@@ -183,13 +172,11 @@ def _multiply_sum(
         if AHEAD and not POLLED and not s.early:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        if ahead is not None:
-            prefetch_cache(ahead, s, 64)
     for d in tl.static_range(s.held):
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, s)
-    table = code_table(zero, s)
+    table = code_table(unknown_zero, s)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(s.chunks):
@@ -291,7 +278,6 @@ def dense_product(
     send: TokenInbox | None = None,
     tiles: Tiles | FewTiles | None = None,
     activation: Activation | None = None,
-    ahead: Ahead | None = None,
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
@@ -327,7 +313,7 @@ def dense_product(
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
         fields["early"] = False  # the previous kernel writes x
     operand, how = operands_of(x, weight, scales), (tiles, fields)
-    return launch_sum(operand, weight, None, residual, bias, y, send, how, ahead)
+    return launch_sum(operand, weight, None, residual, bias, y, send, how)
 
 
 def launch_sum(
@@ -339,7 +325,6 @@ def launch_sum(
     y: Tensor,
     send: TokenInbox | None,
     how: tuple[Tiles | None, dict],
-    ahead: Ahead | None = None,
 ) -> Tensor | None:
     """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`."""
     tiles, fields = how
@@ -350,13 +335,8 @@ def launch_sum(
     experts, blocks = 0, fields.get("blocks", 1)
     if choice is not None and choice.indices is not None:
         experts = choice.indices.shape[1]
-    if ahead is not None:
-        _, rows, heads, length, width = ahead.cache.shape
-        fields |= dict(cache_rows=rows, cache_heads=heads, cache_length=length, cache_width=width)
-        fields |= dict(starts_next=START_FIRST)
-        ahead = ahead if PREFETCH else None
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, **fields)
     outbox = None if send is None else Outbox(send.slots, send.calls)
-    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox, ahead
+    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox
     launch(_multiply_sum, grid, *operands, settings=settings, **options)
     return y if send is None else None
