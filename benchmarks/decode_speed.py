@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -151,14 +151,18 @@ def token_logits(
     return torch.stack(found)
 
 
+def randomize(states: Iterable[nn.Module]) -> None:
+    """Fill caches and other states with random numbers."""
+    for tensor in (tensor for state in states for tensor in state.buffers()):
+        if tensor.dtype == torch.int8:
+            tensor.random_(-127, 128)
+        elif tensor.is_floating_point():
+            tensor.normal_(0, 0.01)
+
+
 def fill_cache(session: Session, prompts: Sequence[Sequence[int]]) -> None:
     """Make each row remember all but the last token of its prompt, as random numbers."""
-    for state in session.states:
-        for tensor in state.buffers():
-            if tensor.dtype == torch.int8:
-                tensor.random_(-127, 128)
-            elif tensor.is_floating_point():
-                tensor.normal_(0, 0.01)
+    randomize(session.states)
     for row, ids in enumerate(prompts):
         session.ids[row], session.cached[row] = list(ids[:-1]), len(ids) - 1
         session.snapshots.take(row, len(ids) - 1)

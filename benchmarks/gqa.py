@@ -26,7 +26,7 @@ from formats.kv_cache import KV_CACHES
 from model import Attention, Context, KVCache, ModelArgs
 from models import build_model
 from models.random_weights import architecture, first_layers
-from ops.attention import gqa
+from ops.attention import gqa, softmax
 from ops.attention.gqa import (
     MAX_PARTS,
     MAX_QUERIES,
@@ -99,10 +99,11 @@ def measure(args: ModelArgs, length: int, kind: type[KVCache], options: argparse
             layers[index].fused_core(inputs[index], context, options.reach)
 
         for tile, parts in itertools.product(options.tiles or (None,), options.parts):
-            chosen = {"MAX_PARTS": parts}
-            if tile:
-                chosen["choose_tiles"] = lambda *_, tile=tile: iter((tile,))
-            with mock.patch.multiple(gqa, **chosen):
+            choose = gqa.choose_tiles if tile is None else lambda *_, tile=tile: iter((tile,))
+            with (
+                mock.patch.object(gqa, "choose_tiles", choose),
+                mock.patch.object(softmax, "MAX_PARTS", parts),
+            ):
                 error = difference(layer, inputs[0], context, options.reach)
                 us = graph_seconds(step, range(count)) * 1e6
                 settings = decode_settings(layer.settings)

@@ -2,6 +2,7 @@
 
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 gpt-oss-20b:mxfp4:8
     python benchmarks/layer_times.py gpt-oss-20b:mxfp4:8 --down 8,128,1,4,stay 4,128,3,4
+    python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --cache 32768 --position 150 1000 4000
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 1 2 4 8 16 --forms
     python benchmarks/layer_times.py Qwen3-30B-A3B:int4:12 --tokens 8 --few 16,8,0,0 2048:32,4,0,1
     torchrun --standalone --nproc_per_node=2 benchmarks/layer_times.py Qwen3-30B-A3B:bf16:8
@@ -32,11 +33,12 @@ from unittest import mock
 import torch
 
 from benchmarks.cuda_timing import graph_seconds, require_gpu
-from benchmarks.decode_speed import read_bandwidth
-from benchmarks.fused_decode import Layers, load_layers
+from benchmarks.decode_speed import randomize, read_bandwidth
+from benchmarks.fused_decode import CACHE, Layers, load_layers
 from benchmarks.layer_tuning import Tuning
 from cli.compile_helper import start
 from cli.parser import Parser
+from model import Transformer
 from ops.attention import delta
 from ops.compile_ahead import collect
 from ops.gpu import gpu_of
@@ -86,21 +88,32 @@ def read_tiles(text: str) -> Tiles:
 
 
 def measure(case: tuple[str, str, int], tilings: list[Tiles], options: argparse.Namespace) -> None:
-    """Print us a layer of a case, measured twice, then with each tiling."""
-    arch, mode, count = case
-    model = load_layers(arch, mode, count, options.device)
-    tuning, main = Tuning(), process_group.is_main()
+    """Print us a layer of a case at each position, measured twice, then with each tiling."""
+    arch, mode, _ = case
+    model = load_case(case, options)
+    runner, tuning, main = FusedRunner(model), Tuning(), process_group.is_main()
     with tuning.replaced():
-        layers = Layers(model, FusedRunner(model), options.position)
-        norm = layers.run().float().norm().item()
-        first, second = layers.microseconds(), layers.microseconds()
-        if main:
-            print(f"{arch:18} {mode:6} {first:7.2f} {second:7.2f} us, norm {norm:.5f}", flush=True)
+        for position in options.position:
+            layers = Layers(model, runner, position)
+            norm = layers.run().float().norm().item()
+            first, second = layers.microseconds(), layers.microseconds()
+            if main:
+                row = f"{arch:18} {mode:6} at {position:6} {first:7.2f} {second:7.2f} us"
+                print(f"{row}, norm {norm:.5f}", flush=True)
         for tiles in tilings:
             tuning.chosen = dict.fromkeys(expert_products(tuning, 1), tiles)
             us = layers.microseconds()
             if main:
                 print(f"  {tiles!s:42} {us:7.2f} us, {us - min(first, second):+.2f}", flush=True)
+
+
+def load_case(case: tuple[str, str, int], options: argparse.Namespace) -> Transformer:
+    """Return the model of a case, with a cache of random numbers if its length is given."""
+    model = load_layers(*case, options.device)
+    if options.cache:
+        model.setup_cache(1, options.cache)
+        randomize(model.states)
+    return model
 
 
 def expert_products(tuning: Tuning, loads: int) -> list[Place]:
@@ -150,7 +163,7 @@ class Tokens:
     def __init__(self, case: tuple[str, str, int], options: argparse.Namespace):
         self.arch, self.mode, self.count = case
         self.options, self.one = options, 0.0
-        self.model = load_layers(*case, options.device)
+        self.model, self.position = load_case(case, options), options.position[0]
         self.runner, self.head = FusedRunner(self.model), fused_head(self.model)
         self.bandwidth = read_bandwidth(options.device)
 
@@ -165,14 +178,14 @@ class Tokens:
         tasks: dict[str, None] = {}
         for tokens in self.options.tokens:
             for name in self.forms(tokens):
-                layers = Layers(self.model, self.runner, self.options.position, tokens)
+                layers = Layers(self.model, self.runner, self.position, tokens)
                 with forced(FORMS[name]), suppress(RuntimeError, ValueError):
                     tasks |= dict.fromkeys(collect(layers.run))
         compile_ahead(list(tasks), gpu_of(self.options.device))
 
     def row(self, tokens: int, name: str) -> str:
         """Return the row of a form."""
-        layers = Layers(self.model, self.runner, self.options.position, tokens)
+        layers = Layers(self.model, self.runner, self.position, tokens)
         norm = layers.run().float().norm().item()
         us, distinct = layers.microseconds(), layers.distinct_experts()
         self.one = self.one or us
@@ -194,7 +207,7 @@ class Tokens:
         """Print us a layer with each tiling of --gate_up, --down and --few, one at a time."""
         tuning, options = Tuning(), self.options
         with tuning.replaced():
-            layers = Layers(self.model, self.runner, options.position, tokens)
+            layers = Layers(self.model, self.runner, self.position, tokens)
             layers.run()
 
             def show(what: str) -> None:
@@ -245,7 +258,10 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("cases", nargs="+", type=read_case, metavar="ARCH:MODE:LAYERS", help="what to time")
-    add("--position", type=int, default=100, help="the token's position in the cache (100)")
+    cache_help = "positions of a cache of random numbers (256 zeros)"
+    add("--cache", type=int, metavar="N", help=cache_help)
+    position_help = "the token's positions in the cache (100); with --tokens, the first alone"
+    add("--position", type=int, nargs="+", default=[100], metavar="P", help=position_help)
     add("--tokens", nargs="+", type=int, metavar="N", help="tokens of one sequence, 1 to 16")
     add("--forms", nargs="*", choices=FORMS, metavar="FORM", help="also other forms: all, or these")
     add("--kernels", action="store_true", help="with --tokens, also the kernels of a layer")
@@ -258,6 +274,9 @@ def build_parser() -> Parser:
 
 def main() -> None:
     options = (parser := build_parser()).parse_args()
+    length, last = options.cache or CACHE, max(options.position) + max(options.tokens or [1]) - 1
+    if last >= length:
+        parser.error(f"--position: {last} is not in a cache of {length} positions: --cache N")
     require_gpu(parser)
     options.device = process_group.start("cuda")
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def find_parts(positions, sequence, s: tl.constexpr):
         return start, first, start + s.queries, tl.num_programs(2)
     else:
         blocks = (start - first + s.tile.block - 1) // s.tile.block
-        parts = tl.minimum(tl.maximum(blocks // 2, tl.minimum(blocks, s.few_parts)), s.parts)
+        parts = tl.minimum(tl.maximum((blocks + 1) // 2, tl.minimum(blocks, s.few_parts)), s.parts)
         return start, first, start, tl.where(start - first <= s.one_part, 1, parts)
 
 
@@ -205,8 +205,10 @@ def _attend_part(qkv, rope, weights, cache, results, place, BLOCK: tl.constexpr,
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
     M: tl.constexpr = s.rows
-    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
+    # Values first: the compiler stages keys for tensor cores right after their load. Loads below
+    # that would begin when the keys have arrived.
     values = load_block(cache[2], cache[3], first, end, s.width, BLOCK, s.ring)
+    keys = load_block(cache[0], cache[1], first, end, s.width, BLOCK, s.ring)
     if PDL and s.loops and s.tile.block == BLOCK:
         _prefetch_block(cache, first + BLOCK, end, s)
     rows = _find_rows(sequence, program, s)
