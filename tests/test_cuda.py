@@ -450,10 +450,10 @@ SHARED = (
 )  # the shared expert has to be as wide as whole ones
 
 
-def check_several_tokens(
-    model, runner: FusedRunner, tokens: torch.Tensor, want: torch.Tensor, near_ties: bool
-) -> None:
-    """Compare the logits of the first tokens, in one call, with those of one after the other."""
+def several_tokens_apart(
+    model, runner: FusedRunner, tokens: torch.Tensor, want: torch.Tensor
+) -> torch.Tensor:
+    """Return how far the first tokens' logits are, in one call, from those one after the other."""
     for state in model.states:
         state.reset()
     positions = torch.arange(runner.max_tokens, device="cuda").unsqueeze(0)
@@ -461,16 +461,19 @@ def check_several_tokens(
     found = model(few, positions, all_positions=True, runner=runner)[0].cpu()
     assert runner.is_fused and runner.max_tokens > 1
     want = want[: len(found)]
-    differences = (found - want).norm(dim=-1) / want.norm(dim=-1)
-    assert differences.quantile(0.1).item() < 0.3
-    if not near_ties:
-        assert differences.median().item() < 4e-2
+    return (found - want).norm(dim=-1) / want.norm(dim=-1)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("in bf16", "in fp16"))
 @pytest.mark.parametrize("mode", ("bf16", "fp8b"))
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_FUSED])
-def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
-    """Their logits are as near to fp32's as those of plain modules in bf16."""
+def test_fused_decode_kernels_of_each_family(name, mode, dtype, make_family, tmp_path):
+    """Their logits are as near to fp32's as those of plain modules.
+
+    In bf16 a router's near tie early in the text changes all tokens after it, at one place in plain
+    modules and at another in the kernels: the tenth of the tokens that is nearest counts. In fp16,
+    whose errors are an eighth, half of the tokens do.
+    """
     configure_inductor()
     wide = dict(shared_expert_intermediate_size=96) if name in SHARED else {}
     directory = make_family(name, **wide).directory
@@ -482,7 +485,7 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
     tokens, differences = prompt().cuda(), []
     want = logits(directory, "cpu", torch.float32, tokens)[0]
     for fused in (False, True):
-        model = load_model(directory, "cuda", torch.bfloat16)
+        model = load_model(directory, "cuda", dtype)
         assert why_not_fused(model, torch.device("cuda")) is None
         model.setup_cache(1, 64)
         runner = FusedRunner(model) if fused else None
@@ -490,12 +493,13 @@ def test_fused_decode_kernels_of_each_family(name, mode, make_family, tmp_path):
         steps = zip(tokens[0].view(-1, 1, 1), positions, strict=True)
         found = torch.cat([model(*step, runner=runner).cpu() for step in steps])
         if fused:  # and several tokens at once, over what the others have left in the cache
-            check_several_tokens(model, runner, tokens, found, name in NEAR_TIES)
+            several = several_tokens_apart(model, runner, tokens, found)
         differences.append((found - want).norm(dim=-1) / want.norm(dim=-1))
     plain, ours = differences
     assert ours.quantile(0.1).item() < 2 * plain.quantile(0.1).item() < 0.3
-    most = max(4e-2, NEAR_TIES.get(name, 0.0) * plain.median().item())
-    assert ours.median().item() < most
+    assert several.quantile(0.1).item() < 0.3
+    if dtype == torch.float16:
+        assert ours.median().item() < 1e-2 and several.median().item() < 1e-2
 
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
