@@ -140,13 +140,13 @@ def test_few_queries_over_a_long_cache_have_a_kernel(queries):
 
 
 def test_ranks_communicate_twice_a_block():
-    """Two custom operators all-reduce, with the weighted sum and the router's scores included.
+    """Two custom operators all-reduce, with the residual, the norm and the router's scores included.
 
-    One more is all of attention between its products.
+    One more is all of attention between its products. The experts' weighted sum is a kernel.
     """
     found = generated("Mixtral-8x7B block of 2")
     assert found["custom"] == ["attend_tokens", "sum_and_join", "sum_and_join"]
-    assert found["triton"] == 5 and not found["extern"]
+    assert found["triton"] == 6 and not found["extern"]
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_norms_over_all_heads_communicate_twice_more():
     """They also prevent one operator for all of attention."""
     found = generated("OLMoE-1B-7B block of 2")
     assert found["custom"] == ["all_reduce", "all_reduce", "sum_and_join", "sum_and_join"]
-    assert found["triton"] == 14 and not found["extern"]
+    assert found["triton"] == 15 and not found["extern"]
 
 
 @pytest.mark.slow
