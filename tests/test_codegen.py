@@ -140,7 +140,7 @@ def test_few_queries_over_a_long_cache_have_a_kernel(queries):
 
 
 def test_ranks_communicate_twice_a_block():
-    """Two custom operators all-reduce, with the residual, the norm and the router's scores included.
+    """Two custom operators all-reduce, with residual, norm and the router's scores included.
 
     One more is all of attention between its products. The experts' weighted sum is a kernel.
     """
