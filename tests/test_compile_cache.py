@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import json, sys
 import generate
-from torch._dynamo.utils import counters
 code = generate.main()
+from torch._dynamo.utils import counters  # makes the default folder, if none is chosen yet
 found = counters["inductor"]
 print(json.dumps([code, found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]]))
 """
