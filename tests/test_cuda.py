@@ -450,6 +450,11 @@ SHARED = (
 )  # the shared expert has to be as wide as whole ones
 
 
+# Flips in bf16 in the kernels that plain modules do not have, early in the text: on an H200 medians
+# of 0.065 for kolibri1, where other tokens are 0.01 to 0.02 apart.
+FLIPPED = "gemma4", "kolibri1"
+
+
 def several_tokens_apart(
     model, runner: FusedRunner, tokens: torch.Tensor, want: torch.Tensor
 ) -> torch.Tensor:
@@ -471,8 +476,8 @@ def test_fused_decode_kernels_of_each_family(name, mode, dtype, make_family, tmp
     """Their logits are as near to fp32's as those of plain modules.
 
     In bf16 a router's near tie early in the text changes all tokens after it, at one place in plain
-    modules and at another in the kernels: the tenth of the tokens that is nearest counts. In fp16,
-    whose errors are an eighth, half of the tokens do.
+    modules and at another in the kernels: there the tenth of the tokens that is nearest counts, and
+    half of them where that has held. In fp16, whose errors are an eighth, half of them always do.
     """
     configure_inductor()
     wide = dict(shared_expert_intermediate_size=96) if name in SHARED else {}
@@ -500,6 +505,9 @@ def test_fused_decode_kernels_of_each_family(name, mode, dtype, make_family, tmp
     assert several.quantile(0.1).item() < 0.3
     if dtype == torch.float16:
         assert ours.median().item() < 1e-2 and several.median().item() < 1e-2
+    elif mode == "bf16" and name not in FLIPPED:
+        assert ours.median().item() < max(4e-2, NEAR_TIES.get(name, 0) * plain.median().item())
+        assert name in NEAR_TIES or several.median().item() < 4e-2
 
 
 @pytest.mark.parametrize("compile", (False, True), ids=("eager", "recorded"))
