@@ -451,8 +451,8 @@ SHARED = (
 
 
 # Their routers flip from the middle of the text on, in plain modules, too: those have medians of
-# 0.048 and 0.023 on a CPU, the kernels 0.065 for kolibri1 on an H200. In fp16 the kernels are within
-# 0.006 of fp32 (Triton's interpreter), but for a flip that plain modules have.
+# 0.048 and 0.023 on a CPU, the kernels 0.065 for kolibri1 on an H200. In fp16 the kernels are
+# within 0.006 of fp32 (Triton's interpreter), but for a flip that plain modules have.
 FLIPPED = "gemma4", "kolibri1"
 
 
