@@ -327,11 +327,11 @@ def run(options: argparse.Namespace) -> list[dict]:
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
     # --prepare_only compiles if --compile is given.
     choose_compile(options, device.type == "cuda" and not options.prepare_only)
-    if options.compile and device.type == "cuda":
-        start_hashing()
     if options.dry_run:
         print_plan(options, device)
         return []
+    if options.compile and device.type == "cuda":
+        start_hashing()
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
     if options.prepare_only and process_group.is_main():
