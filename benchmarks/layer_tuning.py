@@ -41,8 +41,8 @@ MIN_GAIN = 0.003  # a layer's
 BEST = 5
 ROUNDS = 3
 TURNS = 2  # a product may want other tilings, once those after it have changed
-# The argument that is a kernel's result.
-RESULTS = {"_multiply_each": 4, "_multiply_sum": 5, "_down_few": 5, "_multiply_tiles": 5}
+# The parameter that is a kernel's result.
+RESULTS = {"_multiply_each": "h", "_multiply_sum": "y", "_down_few": "y", "_multiply_tiles": "y"}
 
 
 class Tuning:
@@ -90,9 +90,10 @@ class Tuning:
 
         def note(kernel, grid, *args, **options) -> None:
             launch(kernel, grid, *args, **options)
-            at = RESULTS.get(kernel.__name__)
-            if at is not None and self.last is not None and self.last not in found:
-                found[self.last] = args[at].to(torch.float32, copy=True)
+            name = RESULTS.get(kernel.__name__)
+            if name and self.last is not None and self.last not in found:
+                result = args[kernel.arg_names.index(name)]
+                found[self.last] = result.to(torch.float32, copy=True)
             self.last = None
 
         with ExitStack() as stack:
