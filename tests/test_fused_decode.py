@@ -22,8 +22,8 @@ from ops.declared import Activation, AttentionAdditions, ExpertAdditions, SumAdd
 from ops.gpu import KNOWN, OTHER_MAKER, found
 from ops.products import dense, tilings
 from ops.products.expert_tiles import choose_few
-from ops.products.few_tokens import FewTiles, choose_few_tiles
-from ops.products.weights import has_kernels, packed_weight, plain_weight
+from ops.products.few_tokens import DenseSettings, FewTiles, choose_few_tiles, settings_of
+from ops.products.weights import BITS, Weight, has_kernels, packed_weight, plain_weight
 from runtime.fused_attention import FusedDecodeAttention, fuse_decode_attention, fused_attention
 from runtime.fused_decode import PROMPT_CHUNKS, FusedRunner
 from runtime.fused_head import fused_head
@@ -441,6 +441,24 @@ def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
         parts = FORMATS["int8"].pack(torch.zeros(out, 64), 64)
         packed = packed_weight(list(parts.values()), "int8", 64)
         assert (choose_few_tiles(packed, tokens).tokens >= tokens) == (tokens < 16), out
+
+
+@pytest.mark.parametrize("kind", ("bf16", "int8", "int4", "mxfp4"))
+@pytest.mark.parametrize("tokens", (4, 8, 16))
+def test_weights_in_flight_fit_in_registers(tokens, kind, monkeypatch):
+    """Of rows of any length: what a lane cannot hold would be stored in memory, and loaded again."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    for width in (*range(256, 9000, 608), 10240, 10944, 12288, 16384, 32768):
+        codes = torch.empty(4096, width * BITS[kind] // 32, dtype=torch.int32)
+        weight = Weight((codes,), kind, {"mxfp4": 32, "bf16": 8}.get(kind, 64))
+        tiles = choose_few_tiles(weight, tokens)
+        s = DenseSettings(**settings_of(weight, tiles, tiles.tokens), blocks=1, stride=0, scale=1.0)
+        lane = s.rows // 8 * s.vec * s.depth
+        assert lane <= (64 if s.warps == 16 else 192), (width, tiles)
+        assert s.steps % s.depth == 0
+        # Enough in flight for a multiprocessor: it has a program of few rows, and more of others.
+        if width >= 4096 and tokens <= 8 and kind != "int8":
+            assert lane * s.warps * 32 * 4 >= 32 << 10, (width, tiles)
 
 
 def test_the_table_has_tiles_of_several_tokens(monkeypatch):

@@ -20,7 +20,10 @@ from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
-MOST_QUADS = 384  # longest row of bf16 of which four warps have 16 in their registers
+# The same of a product with few rows, which has all of a program's weights in flight if it can, by
+# warps. More do not fit beside what else a lane holds. Of codes: that is more than of bf16.
+MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
+MOST_OF_BF16 = {4: 192, 8: 192, 16: 64}
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,28 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         if narrow:
             return FewTiles(16, 8, 2, size)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
-    small = weight.out < 64 * weight.multiprocessors
+    if weight.out < 64 * weight.multiprocessors and (weight.fields >= 8 or weight.kind == "bf16"):
+        return choose_small_tiles(weight)
     if weight.fields >= 8:
-        return FewTiles(16, 4, 0, x_depth=1) if small else FewTiles(16, 4, 1)
-    if weight.kind == "bf16" and small:
-        return FewTiles(16, 4 if weight.quads <= MOST_QUADS else 8, 0, x_depth=1)
+        return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
+
+
+def choose_small_tiles(weight: Weight) -> FewTiles:
+    """Return how to divide a product of up to 8 tokens with few rows.
+
+    All weights are in flight, in as few warps as hold them. Of longer rows as many as possible.
+    """
+    each = 2 * words_of_lane(weight)  # registers of a step
+    most = MOST_OF_BF16 if weight.kind == "bf16" else MOST_REGISTERS
+    found = []
+    for warps, registers in most.items():
+        steps = triton.cdiv(4 * weight.quads, 2 * each * warps)
+        depth = largest_divisor(steps, registers // each)
+        if depth == steps:
+            return FewTiles(16, warps, 0, x_depth=1)
+        found.append(FewTiles(16, warps, depth, x_depth=1))
+    return max(found, key=lambda tiles: tiles.warps * tiles.depth)
 
 
 def choose_two_tiles(weight: Weight) -> FewTiles:
