@@ -145,6 +145,12 @@ def _multiply_sum(
                     tl.extra.cuda.gdc_wait()
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
+                for n in range(1, TILES):
+                    tile = (tl.program_id(0) + n * tl.num_programs(0)) * ROWS
+                    at = tl.minimum(tile, s.out - ROWS) + rows
+                    if residual is not None:
+                        result = tl.load(residual + at, mask=stores, other=0.0)
+                    tl.store(y + at, result.to(y.dtype.element_ty), mask=stores)
                 return
     ahead = ()
     for d in tl.static_range(s.first_shared, s.depth):
