@@ -241,10 +241,10 @@ class Stream:
 class JsonVocabulary:
     """`tokenizer.json`, run by `tokenizers`.
 
-    This class and SentencePieceVocabulary have: `size`; `is_empty`; `control` {name: id}, the control tokens;
-    `bos` and `eos`, names or None; `prefix`, the ids put before a text; `strip`, whether decoding
-    removes one leading space; `add_tokens(tokens)`, `encode(text, special)`, `find(name)`,
-    `token_bytes(id)`, and `ranked()`, the ids from the most frequent to the rarest.
+    This class and SentencePieceVocabulary have: `size`; `is_empty`; `control` {name: id}, the
+    control tokens; `bos` and `eos`, names or None; `prefix`, the ids put before a text; `strip`,
+    whether decoding removes one leading space; `add_tokens(tokens)`, `encode(text, special)`,
+    `find(name)`, `token_bytes(id)`, and `ranked()`, the ids from the most frequent to the rarest.
     """
 
     def __init__(self, data: bytes):

@@ -199,7 +199,7 @@ def test_triton_is_hashed_once(monkeypatch):
 
 def test_the_tokenizer_is_loaded_while_torchs_libraries_are():
     """Before torch is imported, which then finds its libraries."""
-    script = f"""
+    script = """
 import argparse, sys, threading
 from pathlib import Path
 from hub.manage import read_model_ahead
