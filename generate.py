@@ -414,7 +414,7 @@ def prepare_session(
     length = settle(options, device, setup) or length
     if options.offload:  # the plan may have chosen it
         kind = choose_speculation(options, prompts)
-    plan_generation(options, checkpoint, drafter, device, length, batch, longest)
+    plan_generation(options, checkpoint, drafter, device, length, batch, longest, setup.sizes)
     session = open_session(options, checkpoint, device, length, batch)
     if kind == "off":
         return session
