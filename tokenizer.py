@@ -400,7 +400,7 @@ class SentencePieceVocabulary:
         return (" ⁇ " if self.library.is_unknown(id) else piece.replace("▁", " ")).encode()
 
 
-loaded_ahead: dict[Path, Tokenizer] = {}  # for the next `load_tokenizer`
+loaded_ahead: dict[Path, Tokenizer] = {}  # by directory; the next `load_tokenizer` takes it
 
 
 def start_library() -> None:

@@ -30,8 +30,8 @@ def mark(device: torch.device) -> Wait:
 class Uploader:
     """Copies tensors to one device, in the order of its current stream.
 
-    buffers: uint8 tensors of one size, of pinned memory. mark: as the function of this name. Wait
-    for the stream before the buffers are freed.
+    buffers: uint8 tensors of one size, of pinned memory. The stream must have ended before they are
+    freed. mark: as the function of this name.
     """
 
     def __init__(

@@ -24,15 +24,15 @@ from ops.launch import triton
 
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
 log = logging.getLogger("moe_fast")
-remembered: list[Path] = []  # the marker of the model that is loaded: what it launched last
+remembered: list[Path] = []  # the marker of the model that is loaded; holds its last launches
 reading: list[threading.Thread] = []  # at most one
 
 
 def start_compiling(source, device: torch.device) -> None:
     """Begin what the first launches need, while weights load.
 
-    That is Triton's hash, and the helper for a model that was not run with this cache, else what it
-    launched then. source: as of `runtime.loading.load_model`.
+    That is Triton's hash, and the helper for a model that was not run with this cache; else the
+    kernels of the model's last run are read. source: as of `runtime.loading.load_model`.
     """
     if device.type != "cuda" or triton is None:
         return
@@ -49,7 +49,7 @@ def start_compiling(source, device: torch.device) -> None:
 def read_kernels(launched: Path, device: torch.device) -> None:
     """Load the kernels that a file names from Triton's cache onto the GPU.
 
-    What it cannot load, the first launch does, and says why it cannot.
+    The first launch loads kernels that fail here, and raises the error.
     """
     wait_for_hash()
     with suppress(Exception), torch.cuda.device(device):
