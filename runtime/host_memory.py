@@ -9,6 +9,7 @@ slower.
 import ctypes
 import logging
 import platform
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 # Buffers for uploads, and bytes of each: one is filled while the GPU reads others. Small tensors
 # take one each, so that there are more than two.
 BUFFERS, BUFFER_BYTES = 4, 16 << 20
+# After which another thread gives Python's lock away. A piece needs the lock four times: with
+# Python's 5 ms, a thread that reads kernels makes it last 23 ms instead of 0.7.
+SWITCH_SECONDS = 1e-4
 
 log = logging.getLogger("moe_fast")
 
@@ -85,10 +89,13 @@ def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[N
     if not register_host_memory(host, uploader, device):
         yield
         return
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with uploading(uploader):
             yield
     finally:
+        sys.setswitchinterval(interval)
         torch.cuda.synchronize(device)  # the buffers are freed with the uploader
 
 

@@ -1,5 +1,6 @@
 """Uploads through pinned buffers: plain memory stands for both sides here."""
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from checkpoint import DTYPES, Checkpoint, Writer
-from ops.upload import Uploader, to_device, uploading
-from runtime.host_memory import pinned_uploads
+from ops.upload import Uploader, active, to_device, uploading
+from runtime import host_memory
+from runtime.host_memory import SWITCH_SECONDS, pinned_uploads
 
 CPU, SIZE = torch.device("cpu"), 1000  # bytes of a buffer
 ODD_SIZES = 0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 3 * SIZE + 7
@@ -84,3 +86,17 @@ def test_the_cpu_takes_no_buffers():
     with pinned_uploads(CPU):
         tensor = torch.ones(3)
         assert to_device(tensor, CPU) is tensor
+
+
+@pytest.mark.parametrize("pins", (True, False))
+def test_threads_take_turns_while_buffers_are_there(pins, monkeypatch):
+    """Without memory that can be pinned, tensors are copied plainly."""
+    ended, before = [], sys.getswitchinterval()
+    monkeypatch.setattr(host_memory, "register_host_memory", lambda *_: pins)
+    monkeypatch.setattr(torch.cuda, "synchronize", ended.append)
+    with pytest.raises(KeyError), pinned_uploads(torch.device("cuda"), 4096):
+        assert (active.get() is not None) == pins
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS if pins else before)
+        raise KeyError
+    assert active.get() is None and sys.getswitchinterval() == before
+    assert len(ended) == pins
