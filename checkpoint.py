@@ -42,6 +42,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from ops.upload import to_device
 from tokenizer import load_tokenizer
 
 try:
@@ -214,9 +215,8 @@ class SafetensorsFile:
             raise ValueError(f"{self.path} {cause}; start again") from None
         if tensor.data_ptr() % tensor.itemsize:
             tensor = tensor.clone()  # old files have unaligned tensors; vectorized loops may crash
-        # Move it here: safe_open(device=...) stages in pinned memory, which PyTorch rounds up to a
-        # power of two and keeps.
-        return tensor.contiguous().to(device)
+        # Not safe_open(device=...): its pinned memory is rounded up to a power of two, and kept.
+        return to_device(tensor, device)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

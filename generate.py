@@ -61,7 +61,6 @@ from model import Transformer
 from models import args_of_checkpoint
 from models.converter import convert
 from offload.experts import COUNTERS, expert_counters
-from ops.compile_ahead import start_hashing
 from parallel import process_group
 from parallel.heartbeat import fail, leave
 from runtime.compile_ahead import start_compiling
@@ -158,6 +157,16 @@ def find_source(options: argparse.Namespace):
     return describe_model(parse_model_name(options.model), options.revision)
 
 
+def begin_compiling(
+    options: argparse.Namespace, checkpoint: Checkpoint, device: torch.device
+) -> None:
+    """Begin what the first launches need, if the options compile: before the model is loaded."""
+    if options.compile or options.compile_prefill:
+        use_compile_cache(options.compile_cache)
+        if process_group.size() == 1:
+            start_compiling(checkpoint, device)
+
+
 def open_session(
     options: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -172,10 +181,6 @@ def open_session(
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, checkpoint, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
-    if options.compile or options.compile_prefill:
-        use_compile_cache(options.compile_cache)
-        if process_group.size() == 1:
-            start_compiling(checkpoint, device)
     model = load_model(checkpoint, device, dtype, options.parallel, experts)
     settings = SessionOptions(
         batch=batch,
@@ -330,14 +335,13 @@ def run(options: argparse.Namespace) -> list[dict]:
     if options.dry_run:
         print_plan(options, device)
         return []
-    if options.compile and device.type == "cuda":
-        start_hashing()
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
     if options.prepare_only and process_group.is_main():
         print(getattr(checkpoint, "path", checkpoint.directory), flush=True)
     if options.prepare_only and not options.compile:
         return []
+    begin_compiling(options, checkpoint, device)
     tokenizer, args = load_tokenizer(checkpoint.directory), args_of_checkpoint(checkpoint)
     if options.system is not None and not tokenizer.has_chat_template:
         why = "--system needs a chat template, and this model has none"
@@ -410,7 +414,7 @@ def prepare_session(
     length = settle(options, device, setup) or length
     if options.offload:  # the plan may have chosen it
         kind = choose_speculation(options, prompts)
-    plan_generation(options, checkpoint, drafter, device, length, batch, longest)
+    plan_generation(options, checkpoint, drafter, device, length, batch, longest, setup.sizes)
     session = open_session(options, checkpoint, device, length, batch)
     if kind == "off":
         return session

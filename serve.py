@@ -31,6 +31,7 @@ import torch
 from checkpoint import Checkpoint
 from generate import (
     OUT_OF_MEMORY,
+    begin_compiling,
     check_clocks,
     check_head,
     find_source,
@@ -112,6 +113,7 @@ def load(
     """
     choose_format(options, device, lambda: find_source(options))
     checkpoint = open_model(options, device)
+    begin_compiling(options, checkpoint, device)
     options.weights_format = checkpoint.format["name"]
     max_position = args_of_checkpoint(checkpoint).max_position
     if (options.max_seq_len or 0) > max_position:

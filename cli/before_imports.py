@@ -2,6 +2,7 @@
 
     keep_bytecode     let Python keep what it compiles of torch's sources
     create_context    start CUDA
+    load_libraries    load torch's libraries
     read_ahead        read a model's files into the page cache
 
 `cli.compile_helper.start_before_imports` starts another process. None of them is necessary: what
@@ -65,9 +66,35 @@ def create_context(options: argparse.Namespace) -> threading.Thread | None:
 def retain_context() -> None:
     with suppress(OSError, AttributeError):  # no driver, or another one
         cuda = ctypes.CDLL("libcuda.so.1")
+        # All three now: a later look-up would wait for `load_libraries`, and hold Python's lock.
+        start, get, retain = cuda.cuInit, cuda.cuDeviceGet, cuda.cuDevicePrimaryCtxRetain
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
-            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if start(0) == 0 and get(ctypes.byref(device), 0) == 0:
+            retain(ctypes.byref(context), device)
+
+
+def load_libraries() -> None:
+    """Load torch's libraries in a thread; torch then finds them.
+
+    It takes 0.3 s with CUDA's. An import would hold Python's lock for that time; the C library's
+    own function does not. Meanwhile, imports of other compiled modules wait.
+    """
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    folder = os.path.join(os.path.dirname(spec.origin), "lib")
+    kinds = ("libtorch_cuda.so", "libtorch_cpu.so")  # the first needs the second
+    paths = [path for name in kinds if os.path.exists(path := os.path.join(folder, name))]
+    first = os.path.join(folder, "libtorch_global_deps.so")  # torch loads it first, for all
+    if paths and os.path.exists(first):
+        arguments = {first: os.RTLD_NOW | os.RTLD_GLOBAL, paths[0]: os.RTLD_NOW}
+        threading.Thread(target=load_each, args=(arguments,), name="libraries of torch").start()
+
+
+def load_each(paths: dict[str, int]) -> None:
+    for path, flags in paths.items():
+        with suppress(AttributeError):  # a system without this function
+            ctypes.CDLL(None).dlopen(path.encode(), flags)
 
 
 def read_ahead(paths: Sequence[Path]) -> threading.Thread | None:

@@ -125,10 +125,15 @@ def cache_folder() -> Path:
     return Path(triton.knobs.cache.dir)
 
 
+def code_of(task: str):
+    """Return a launch's compiled code, from Triton's cache if it is there. Raises KernelError."""
+    given = json.loads(task)
+    return kernel_of(task).compile_for(*decode(given["args"]), **given["options"])
+
+
 def compile_task(task: str) -> None:
     """Compile a launch into Triton's cache. Raises KernelError."""
-    given = json.loads(task)
-    code = kernel_of(task).compile_for(*decode(given["args"]), **given["options"])
+    code = code_of(task)
     # What calls a kernel is C code of its own in some versions of Triton: 0.4 s of a C compiler.
     # It needs the driver's library; without it, or in another version, the launch makes it.
     with suppress(Exception):

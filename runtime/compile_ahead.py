@@ -6,29 +6,33 @@ Triton's cache tells later runs that a launch is in there, and another that a mo
 """
 
 import hashlib
+import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from cli.compile_helper import MARKERS, start, started, stop
-from ops.compile_ahead import cache_folder, signature, start_hashing, wait_for_hash
+from ops.compile_ahead import cache_folder, code_of, signature, start_hashing, wait_for_hash
 from ops.gpu import Gpu
 from ops.launch import triton
 
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
 log = logging.getLogger("moe_fast")
-remembered: list[Path] = []  # the marker of the model that is loaded
+remembered: list[Path] = []  # the marker of the model that is loaded; holds its last launches
+reading: list[threading.Thread] = []  # at most one
 
 
 def start_compiling(source, device: torch.device) -> None:
     """Begin what the first launches need, while weights load.
 
-    That is the helper, for a model that was not run with this cache, and Triton's hash. source: as
-    of `runtime.loading.load_model`.
+    That is Triton's hash, and the helper for a model that was not run with this cache; else the
+    kernels of the model's last run are read. source: as of `runtime.loading.load_model`.
     """
     if device.type != "cuda" or triton is None:
         return
@@ -36,11 +40,35 @@ def start_compiling(source, device: torch.device) -> None:
     remembered[:] = [folder() / digest(f"{source.args} {source.format}")]
     if not remembered[0].exists():
         start()
+        return
+    arguments = remembered[0], device
+    reading[:] = [threading.Thread(target=read_kernels, args=arguments, daemon=True)]
+    reading[0].start()
+
+
+def read_kernels(launched: Path, device: torch.device) -> None:
+    """Load the kernels that a file names from Triton's cache onto the GPU.
+
+    The first launch loads kernels that fail here, and raises the error.
+    """
+    wait_for_hash()
+    with suppress(Exception), torch.cuda.device(device):
+        for task in json.loads(launched.read_text() or "[]"):
+            with suppress(Exception):
+                if marker(task).exists():
+                    _ = code_of(task).run  # this property loads it
 
 
 def stop_compiling() -> None:
-    """End the helper: no kernels are compiled ahead."""
+    """End the helper, and wait for kernels that are read: none is compiled ahead."""
+    wait_for_kernels()
     stop()
+
+
+def wait_for_kernels() -> None:
+    """Return when the thread of `read_kernels` has ended."""
+    while reading:
+        reading.pop().join()
 
 
 def folder() -> Path:
@@ -60,6 +88,7 @@ def marker(task: str) -> Path:
 def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     """Compile the tasks that no earlier run has compiled; return how many."""
     wait_for_hash()
+    wait_for_kernels()
     markers = {task: marker(task) for task in tasks}
     missing = [task for task in tasks if not markers[task].exists()]
     if missing:
@@ -80,6 +109,6 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
             log.info(f"{len(errors)} kernels are compiled when they first run: {errors[0]}")
     for path in remembered:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.write_text(json.dumps(tasks))
     stop()
     return len(missing)

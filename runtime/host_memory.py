@@ -1,4 +1,4 @@
-"""Weights in host memory that the GPU's kernels read over the link.
+"""Host memory that is registered with CUDA: for copies, and for weights that stay in it.
 
 A table of which each token reads a few rows may be larger than the GPU's memory. Its pages are
 registered with CUDA, so that a GPU reads them at their own address. A tensor of the GPU at that
@@ -9,16 +9,25 @@ slower.
 import ctypes
 import logging
 import platform
+import sys
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
 
+from ops.upload import Uploader, uploading
 from runtime.memory import Shortage, free_host_memory
 
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
+# Buffers for uploads, and bytes of each: one is filled while the GPU reads others. Small tensors
+# take one each, so that there are more than two.
+BUFFERS, BUFFER_BYTES = 4, 16 << 20
+# After which another thread gives Python's lock away. A piece needs the lock four times: with
+# Python's 5 ms, a thread that reads kernels makes it last 23 ms instead of 0.7.
+SWITCH_SECONDS = 1e-4
 
 log = logging.getLogger("moe_fast")
 
@@ -63,6 +72,31 @@ def register_host_memory(host: Tensor, owner: object, device: torch.device) -> b
         f"({error}): copies will be slower; raise the limit of locked memory (ulimit -l)"
     )
     return False
+
+
+@contextmanager
+def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[None]:
+    """Within, `ops.upload.to_device` copies to a GPU through pinned buffers of `size` bytes.
+
+    Without memory that can be pinned, and for the CPU, it copies plainly.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    host = torch.empty(BUFFERS * size, dtype=torch.uint8)
+    use_huge_pages(host)
+    uploader = Uploader(host.split(size), device)
+    if not register_host_memory(host, uploader, device):
+        yield
+        return
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        with uploading(uploader):
+            yield
+    finally:
+        sys.setswitchinterval(interval)
+        torch.cuda.synchronize(device)  # the buffers are freed with the uploader
 
 
 def device_view(host: Tensor, device: torch.device) -> Tensor:

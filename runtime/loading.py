@@ -27,7 +27,7 @@ from parallel import process_group
 from parallel.all_reduce import choose_all_reduce
 from parallel.device import pick_device
 from runtime.fused_attention import fuse_decode_attention
-from runtime.host_memory import in_host_memory
+from runtime.host_memory import in_host_memory, pinned_uploads
 from runtime.kernel_choice import why_not_fused
 from runtime.memory import Shortage, free_gpu_memory
 
@@ -72,7 +72,7 @@ def load_model(
         model.embedding, model.head = share.embedding, share.head
     loader = WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
-    with loader.progress:
+    with loader.progress, pinned_uploads(device):
         if experts:
             plain = dtype or stored_dtype(source)
             plan = experts.apply(model, device, plain, loader.read)

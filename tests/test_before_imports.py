@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,33 @@ def test_triton_is_hashed_once(monkeypatch):
     monkeypatch.setattr(compile_ahead, "triton_key", None)  # another version of Triton
     compile_ahead.start_hashing()
     assert not compile_ahead.hashing
+
+
+def test_the_tokenizer_is_loaded_while_torchs_libraries_are():
+    """Before torch is imported, which then finds its libraries."""
+    script = """
+import argparse, sys, threading
+from pathlib import Path
+from hub.manage import read_model_ahead
+
+folder = Path("checkpoints/tiny-moe")
+read_model_ahead(argparse.Namespace(checkpoint_path=folder, model=None, dry_run=False))
+for thread in threading.enumerate():
+    if thread.name == "libraries of torch":
+        thread.join()
+import tokenizer
+assert "torch" not in sys.modules
+assert list(tokenizer.loaded_ahead) == [folder]
+assert "libtorch_cpu" in Path("/proc/self/maps").read_text()
+import torch
+assert torch.ones(2).sum() == 2
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_a_system_without_torchs_libraries_loads_none(tmp_path, monkeypatch):
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    for found in (None, spec):
+        monkeypatch.setattr(before_imports.PathFinder, "find_spec", lambda name, found=found: found)
+        before_imports.load_libraries()
+    before_imports.load_each({str(tmp_path / "none.so"): os.RTLD_NOW})

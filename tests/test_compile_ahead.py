@@ -1,6 +1,7 @@
 """Kernels that are compiled before a step needs them, in other processes."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -111,6 +112,38 @@ def test_a_model_that_was_compiled_starts_no_helper(monkeypatch, tmp_path):
         ahead.start_compiling(Source, cuda)
         assert len(started) == expected
         assert ahead.compile_ahead([], GPU) == 0
+
+
+def test_kernels_of_the_last_run_are_read_while_weights_load(compile_some, monkeypatch, tmp_path):
+    class Source:
+        args, format = {"dim": 64}, {"name": "int4"}
+
+    loaded = []
+
+    class Code:
+        run = property(lambda self: loaded.append(self.task))
+
+        def __init__(self, task: str):
+            if task == "b":
+                raise RuntimeError("it does not fit")
+            self.task = task
+
+    monkeypatch.setattr(ahead, "start", lambda: None)
+    monkeypatch.setattr(ahead, "code_of", Code)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    cuda = torch.device("cuda")
+    ahead.start_compiling(Source, cuda)
+    assert not ahead.reading  # nothing is known yet
+    compile_some(["a", "b", "c", "d"], 3)  # b fails, and d is never reached
+    ahead.marker("b").touch()
+    ahead.start_compiling(Source, cuda)
+    ahead.compile_ahead([], GPU)  # waits for them
+    assert loaded == ["a", "c"] and not ahead.reading
+    for text in ("", "damaged"):
+        ahead.remembered[0].write_text(text)
+        ahead.start_compiling(Source, cuda)
+        ahead.stop_compiling()
+    assert loaded == ["a", "c"] and not ahead.reading
 
 
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch):

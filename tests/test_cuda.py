@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks import gated_delta as delta_benchmark
 from benchmarks import latent_attention as latent_benchmark
 from benchmarks.cuda_timing import graph_seconds
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, Writer
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
@@ -54,10 +54,11 @@ from ops.products.tilings import Tiles
 from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
+from runtime import host_memory
 from runtime.batch import Batch
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import FusedRunner
-from runtime.host_memory import in_host_memory
+from runtime.host_memory import BUFFER_BYTES, BUFFERS, in_host_memory, pinned_uploads
 from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.loading import load_head
 from runtime.runner import CompiledRunner
@@ -1361,3 +1362,29 @@ def test_a_graph_reads_a_table_in_host_memory():
         index.random_(len(table))
         graph.replay()
         assert torch.equal(found.cpu(), weight[index.cpu()] * 2)
+
+
+@pytest.mark.parametrize("pins", (True, False), ids=("pinned", "not pinned"))
+def test_tensors_on_the_gpu_have_the_files_bytes(pins, tmp_path, monkeypatch):
+    """Of fewer bytes than a buffer, as many, one more, and many buffers; whole and sliced."""
+    cuda, size, tensors = torch.device("cuda"), 4096, {}
+    for dtype in (torch.bfloat16, torch.int8, torch.uint8, torch.int32):
+        for count in (0, 1, size // dtype.itemsize, size // dtype.itemsize + 1, 100_003):
+            random = torch.randint(0, 100, (count, 3), dtype=torch.int32)
+            tensors[f"{dtype}.{count}".removeprefix("torch.")] = random.to(dtype)
+    large = torch.randint(0, 256, (5 * BUFFERS, BUFFER_BYTES // 3), dtype=torch.uint8)
+    with Writer(tmp_path / "model", {}, {"name": "bf16"}) as writer:
+        writer.write("rest.safetensors", tensors | {"large": large})
+    if not pins:
+        monkeypatch.setattr(host_memory, "register_host_memory", lambda *_: False)
+    checkpoint, found = Checkpoint(tmp_path / "model"), {}
+    for of_buffer, names in ((size, tensors), (BUFFER_BYTES, ["large"])):
+        with pinned_uploads(cuda, of_buffer):
+            for name in names:
+                for index in (None, (slice(1, 9),), (slice(None), slice(1, 2))):
+                    found[name, index and str(index)] = checkpoint.read(name, index, cuda)
+    for name, tensor in (tensors | {"large": large}).items():
+        for index in (None, (slice(1, 9),), (slice(None), slice(1, 2))):
+            read, want = found[name, index and str(index)], tensor[index or ()]
+            assert read.is_cuda and read.dtype == want.dtype, name
+            assert torch.equal(read.cpu(), want), (name, index)

@@ -1,6 +1,7 @@
 """Memory plans: the bytes of the KV cache, the slots that --gpu_memory gives, weights that fit."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ class FakeCUDA:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
         properties = argparse.Namespace(is_integrated=integrated)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr("runtime.loading.pinned_uploads", lambda device: nullcontext())
         self.type, self.index = "cuda", None
 
 

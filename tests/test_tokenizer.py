@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.converter import SIDE_FILES
-from tokenizer import TEXT_MARK, Tokenizer, load_tokenizer
+from tokenizer import TEXT_MARK, Tokenizer, load_ahead, load_tokenizer, loaded_ahead
 
 CORPUS = [
     f"def {name}_{other}(self, {name}):\n"
@@ -904,3 +904,16 @@ def test_word_level_and_metaspace(tmp_path):
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([0, 2, 1]) == "defx value" == library.decode([0, 2, 1])
+
+
+def test_a_tokenizer_that_was_loaded_ahead_is_taken_once(qwen_dir, qwen, tmp_path):
+    load_ahead(qwen_dir)
+    loaded = loaded_ahead[qwen_dir]
+    assert load_tokenizer(str(qwen_dir)) is loaded
+    assert load_tokenizer(qwen_dir) is not loaded and not loaded_ahead
+    assert loaded.vocab_size == qwen.vocab_size
+    (tmp_path / "tokenizer.json").write_text("{")
+    for folder in (tmp_path, tmp_path / "none"):
+        load_ahead(folder)  # the next load raises what is wrong
+        with pytest.raises(ValueError, match="tokenizer"):
+            load_tokenizer(folder)
