@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cli.compile_cache import own_folder, prepare
 from cli.compile_helper import NVIDIA
+from cli.free_memory import free_host_memory
 
 PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
 WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
@@ -101,7 +102,11 @@ def read_ahead(paths: Sequence[Path]) -> threading.Thread | None:
     """Have the system read files in a thread, unless they fill half of the free memory."""
     paths = [path for path in paths if path.is_file()]  # to open a pipe would wait
     sizes = [path.stat().st_size for path in paths]
-    if not hasattr(os, "posix_fadvise") or sum(sizes) > available_memory() // 2:
+    try:
+        fits = hasattr(os, "posix_fadvise") and sum(sizes) <= free_host_memory() // 2
+    except OSError:  # the system does not say
+        fits = False
+    if not fits:
         return None
     thread = threading.Thread(target=advise, args=(paths,), name="read ahead", daemon=True)
     thread.start()
@@ -113,15 +118,3 @@ def advise(paths: Sequence[Path]) -> None:
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             for start in range(0, os.fstat(file.fileno()).st_size, PIECE):
                 os.posix_fadvise(file.fileno(), start, PIECE, os.POSIX_FADV_WILLNEED)
-
-
-def available_memory() -> int:
-    """Return the bytes that this machine or container can give; 0 if the system does not say."""
-    with suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        found = int(fields["MemAvailable"].split()[0]) << 10
-        with suppress(OSError, ValueError):  # no limit, or no cgroups of version 2
-            found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-        return found
-    return 0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from cli.free_memory import free_host_memory
 from cli.model_name import PLAIN, parse_model_name
 from cli.options import DEFAULT_CHAT_LENGTH
 from cli.serve_options import DEFAULT_BATCH
@@ -24,7 +25,7 @@ from offload.plan import OffloadPlan, make_plan
 from ops.plain.attention import BLOCK
 from parallel import process_group
 from runtime.kernel_choice import count_fused
-from runtime.memory import free_gpu_memory, free_host_memory
+from runtime.memory import free_gpu_memory
 from runtime.weights import bytes_per_token
 
 log = logging.getLogger("moe_fast")

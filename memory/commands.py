@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from cli.free_memory import free_host_memory
 from cli.model_name import UNRECORDED
 from cli.options import parse_size
 from formats.kv_cache import KV_CACHES
@@ -31,7 +32,6 @@ from runtime.memory import (
     Shortage,
     cache_bytes,
     free_gpu_memory,
-    free_host_memory,
 )
 from runtime.mtp import RING
 

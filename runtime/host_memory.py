@@ -17,8 +17,9 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
+from cli.free_memory import free_host_memory
 from ops.upload import Uploader, uploading
-from runtime.memory import Shortage, free_host_memory
+from runtime.memory import Shortage
 
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)

@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -63,22 +62,6 @@ def free_gpu_memory(device: torch.device) -> int:
     if torch.cuda.get_device_properties(device).is_integrated:
         return total  # it shares the host's memory, where the driver counts the page cache as used
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def free_host_memory() -> int:
-    """Return the bytes that this machine, or this container, can give without swapping."""
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        with open("/sys/fs/cgroup/memory.stat") as lines:
-            pages = dict(line.split() for line in lines)
-        cached = int(pages["inactive_file"]) + int(pages["active_file"])
-    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroups of version 2
-        return available
-    return max(0, min(available, limit - used + cached))
 
 
 # A prompt's chunk ---------------------------------------------------------------------------------

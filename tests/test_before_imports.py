@@ -137,7 +137,7 @@ def advised(monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(before_imports, "PIECE", 10)
     monkeypatch.setattr("hub.manage.read_ahead", lambda paths: threads.append(begin(paths)))
-    monkeypatch.setattr(before_imports, "available_memory", lambda: 1000)
+    monkeypatch.setattr(before_imports, "free_host_memory", lambda: 1000)
     return read
 
 
@@ -167,7 +167,7 @@ def test_more_than_memory_holds_is_not_read_ahead(advised, tmp_path):
 
 
 def test_the_memory_is_known():
-    assert before_imports.available_memory() > 1 << 20
+    assert before_imports.free_host_memory() > 1 << 20
 
 
 def test_garbage_is_collected_from_main_on():

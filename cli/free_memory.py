@@ -1,0 +1,19 @@
+"""Memory of the host that is free. Here, since it is asked for before torch is imported, too."""
+
+from pathlib import Path
+
+
+def free_host_memory() -> int:
+    """Return the bytes that this machine, or this container, can give without swapping."""
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        with open("/sys/fs/cgroup/memory.stat") as lines:
+            pages = dict(line.split() for line in lines)
+        cached = int(pages["inactive_file"]) + int(pages["active_file"])
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no cgroups of version 2
+        return available
+    return max(0, min(available, limit - used + cached))
