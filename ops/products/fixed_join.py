@@ -49,8 +49,8 @@ def fixed_join(
     total, normed = torch.empty_like(x), torch.empty_like(x)
     added = added._replace(y=results.contiguous())
     tensors = x, added, norm.weight, Router(), Results(normed, total)
-    s = Join(D, norm.eps, scale=scale, branches=branches)
-    launch(join_tokens, (tokens,), *tensors, settings=s, warps=8)
+    s = Join(D, norm.eps, many=True, scale=scale, branches=branches)
+    launch(join_tokens, (1, tokens), *tensors, settings=s, warps=8)
     return total, normed, scores_of(normed, router)
 
 

@@ -86,7 +86,7 @@ class Join:
     N: int = 0  # scores of a token; 0: none
     E: int = 0
     rows: int = 0  # scores that a program computes
-    many: bool = False  # several tokens with scores
+    many: bool = False  # the grid has an axis of tokens
     softmax: bool = False  # of scores with a bias, or with factors
     unscaled: bool = False  # scores are of the norm without its weight
     bias_before: bool = False  # as of `Routing`
@@ -156,9 +156,54 @@ def _store_scores(rows, value, biases, router, scores, expert, s: tl.constexpr):
     tl.store(scores + expert, dots.to(scores.dtype.element_ty), mask=expert < s.N)
 
 
-# Grid without scores [T]: a program has a token; or [D / part]: a part of one. With scores [N /
-# rows], of several tokens [N / rows, T]: each program norms a whole token, and computes `rows` of
-# its scores. So it needs no other program's results.
+@jit
+def _add_messages(memory, add, added, call, scale, factor, d, s: tl.constexpr):
+    """Receive messages; return x plus them or their norm, fp32, and 1 / RMS of their sum.
+
+    add: x. scale: the norm's weight. factor: of the sum, with a norm.
+    """
+    if added.norm is None:
+        return add.to(tl.float32) + s.scale * receive_sum(memory, call, d, add.dtype, s), 1.0
+    else:
+        value, inverse = load_branches(memory, call, added, scale, d, s.D, add.dtype, s)
+        return (add.to(tl.float32) + value) * factor, inverse
+
+
+@jit
+def _add_results(x, y, added, scale, factor, d, s: tl.constexpr):
+    """Return x plus y or the norm of branches there, fp32, and 1 / RMS of these.
+
+    y: where the token's begin; None: x alone. The others: as of `_add_messages`.
+    """
+    if added.norm is not None:
+        stride = tl.num_programs(1).to(tl.int64) * s.D
+        value, inverse = load_branches(y, None, added, scale, d, stride, x.dtype.element_ty, s)
+        value = (tl.load(x + d, mask=d < s.D, other=0.0).to(tl.float32) + value) * factor
+        return value, inverse
+    else:
+        value = tl.load(x + d, mask=d < s.D, other=0.0).to(tl.float32)
+        if y is not None:
+            value += tl.load(y + d, mask=d < s.D, other=0.0).to(tl.float32) * s.scale
+        return value, 1.0
+
+
+@jit
+def _store_integers(raw, scales, factor, normed, units, dtype: tl.constexpr, s: tl.constexpr):
+    """Store a program's quads of the norm as integers. raw, scales: as of `load_quads`."""
+    l: tl.constexpr = s.layout
+    if s.normed:
+        quads = [  # rounded, as the norm is
+            (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32)).to(dtype).to(tl.float32)
+            for k in l.field_numbers
+        ]
+    else:
+        quads = [raw[k].to(tl.float32) for k in l.field_numbers]
+    store_quads(quads, normed, units, l)
+
+
+# Grid [programs, T]; of one token with scores, or if nothing is normed, [programs]. With scores [N
+# / rows, T]: each program norms a whole token, and computes `rows` of its scores. So it needs no
+# other program's results. Without scores a token has one program, or D / part.
 # All but x, and what is added to it, is loaded while the previous kernel runs. With messages x is
 # loaded then, too: the kernel that wrote it has ended, because a product ran after that.
 #
@@ -168,23 +213,21 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
-    at, token = 0, tl.program_id(1)
-    if s.many:
-        at = token * s.D
-        scores += token * ((1 + (router.score_bias is not None)) * s.N)
-        if indices is not None:
-            indices += token * s.pairs
-        if l is not None:
-            normed += token * (l.quads * l.fields)
-            units += token * (l.quads * l.units)
-    elif not (s.rows or s.part):
-        at = tl.program_id(0).to(tl.int64) * s.D
+    token = tl.program_id(1).to(tl.int64) if s.many else 0
+    at, d, program = token * s.D, tl.arange(0, s.block), tl.program_id(0)
     x += at
-    if l is None and normed is not None:
+    y = None if added.y is None else added.y + at
+    if scores is not None:
+        scores += token * ((1 + (router.score_bias is not None)) * s.N)
+    if indices is not None:
+        indices += token * s.pairs
+    if l is not None:
+        normed += token * (l.quads * l.fields)
+        units += token * (l.quads * l.units)
+    elif normed is not None:
         normed += at
-    d, program = tl.arange(0, s.block), tl.program_id(0)
     if s.groups > 1:
-        norm += program % s.groups * s.D
+        norm += token % s.groups * s.D
     if s.part:
         d += program * s.part
     inside = d < s.D
@@ -195,7 +238,9 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
             mask=(expert < s.N)[:, None] & inside[None, :],
             other=0.0,
         )
-    scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32) if norm is not None else 1.0
+    scale, branch_scale, scales = 1.0, 1.0, ()
+    if norm is not None:
+        scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     if added.norm is not None:
         branch_scale = tl.load(added.norm + d, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
@@ -214,30 +259,17 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
     if added.memory is not None:
         if indices is not None:
             _clear_choice(indices, s)
-        memory, inverse = added.memory + (call & 1) * s.messages.half, 1.0
-        if added.norm is None:
-            value = add.to(tl.float32) + s.scale * receive_sum(memory, call, d, dtype, s)
-        else:
-            value, inverse = load_branches(memory, call, added, branch_scale, d, s.D, dtype, s)
-            value = (add.to(tl.float32) + value) * factor
-    elif added.norm is not None:
-        stride = tl.num_programs(0).to(tl.int64) * s.D  # several branches have no scores
-        branch = added.y + at
-        value, inverse = load_branches(branch, None, added, branch_scale, d, stride, dtype, s)
-        value = (tl.load(x + d, mask=inside, other=0.0).to(tl.float32) + value) * factor
-        if indices is not None:
-            _clear_choice(indices, s)
-        if l is not None:
-            raw = load_branch_again(x, branch, added.norm, inverse, factor, l)
+        memory = added.memory + (call & 1) * s.messages.half
+        value, inverse = _add_messages(memory, add, added, call, branch_scale, factor, d, s)
     else:
-        value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-        if added.y is not None:
-            y = tl.load(added.y + at + d, mask=inside, other=0.0).to(tl.float32)
-            value += y * s.scale
+        value, inverse = _add_results(x, y, added, branch_scale, factor, d, s)
         if indices is not None:
             _clear_choice(indices, s)
         if l is not None:
-            raw = load_quads(x, l)
+            if added.norm is not None:
+                raw = load_branch_again(x, y, added.norm, inverse, factor, l)
+            else:
+                raw = load_quads(x, l)
     if results.total is not None:
         value = value.to(dtype)
         tl.store(results.total + at + d, value, mask=_stores(d, s))
@@ -256,16 +288,7 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         value = (value.to(tl.float32) * scale).to(dtype)
     if l is not None:
         if program * l.lanes < l.quads:  # the other programs end sooner
-            if s.normed:
-                quads = [  # rounded, as the norm is
-                    (raw[k].to(tl.float32) * factor * scales[k].to(tl.float32))
-                    .to(dtype)
-                    .to(tl.float32)
-                    for k in l.field_numbers
-                ]
-            else:
-                quads = [raw[k].to(tl.float32) for k in l.field_numbers]
-            store_quads(quads, normed, units, l)
+            _store_integers(raw, scales, factor, normed, units, dtype, s)
     elif normed is not None:
         tl.store(normed + place_in_order(d, s.order), value, mask=_stores(d, s))
     if results.plain is not None:
@@ -373,8 +396,8 @@ def norm_tokens(
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
     tensors = x, added, norm, Router(), Results(normed, total)
-    s = Join(D, eps, groups=groups, early=True)
-    launch(join_tokens, (T,), *tensors, settings=s, warps=8)
+    s = Join(D, eps, many=True, groups=groups, early=True)
+    launch(join_tokens, (1, T), *tensors, settings=s, warps=8)
     return normed
 
 
@@ -388,12 +411,12 @@ def add_branch(
     """
     total, (T, D) = torch.empty_like(x), x.shape
     branches = 1 if added.branch_norms is None else len(added.branch_norms)
-    s, warps = Join(D, eps, branches=branches, scale=scale), 8
+    s, grid, warps = Join(D, eps, many=True, branches=branches, scale=scale), (1, T), 8
     if inbox is not None:
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
         s = replace(s, messages=inbox.sizes)
     if added.norm is None:
-        s, warps = replace(s, part=PART, early=True), 1
+        s, grid, warps = replace(s, many=False, part=PART, early=True), (triton.cdiv(D, PART),), 1
     tensors = x, added, None, Router(), Results(total=total)
-    launch(join_tokens, (triton.cdiv(D, PART) if s.part else T,), *tensors, settings=s, warps=warps)
+    launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return total
