@@ -95,20 +95,13 @@ def _load_biases(bias, experts, factors, rows, s):
 # The result is scale * (product + bias), activated if so declared, + residual. An expert's bias has
 # its routing weight.
 #
-# A dense product loads all but x before its wait. With experts `_multiply_each` stores both x and
-# the choice, so that only the residual is loaded before the wait, and one token's shared experts if
-# all chunks of a row are in flight. There are two exceptions. A `QuantizedX` comes from
-# `_quantize_token`: `_multiply_each` has then ended, and the choice needs no wait. With POLLED this
-# kernel waits for the choice alone, which `_multiply_each` stores early: the indices are -1 until
-# then. So weights are in flight while `_multiply_each` multiplies. In bf16 that is slower
-# (docs/log/small_experts.md).
+# ops/README.md has what is loaded before the wait. With POLLED that waits for the choice alone,
+# whose indices are -1 until `_multiply_each` stores them: in bf16 that is slower
+# (docs/log/small_experts.md). With `early` x is the result of the kernel before the previous one:
+# the product waits at its end.
 #
-# With `early` x is the result of the kernel before the previous one: the product lets the next
-# kernel start at once, and waits at its end. So the next kernel may start before the previous one
-# has ended, and must not read its results before its own wait.
-#
-# With `send` the result is not stored in y, but sent to all ranks: ops/ranks/mailbox.py. A
-# row that two programs compute is sent twice, with the same bits.
+# With `send` the result is sent to all ranks (ops/ranks/mailbox.py), and not stored. A row that two
+# programs compute is sent twice, with the same bits.
 @jit
 def _multiply_sum(
     x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
@@ -119,18 +112,15 @@ def _multiply_sum(
     ROWS: tl.constexpr = s.rows
     TILES: tl.constexpr = s.tiles
     TOKENS: tl.constexpr = s.tokens
-    OPERANDS: tl.constexpr = s.quantized[0]
-    UNITS: tl.constexpr = s.quantized[1]
     row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
     rows, stores = shared_rows(ROWS)
     token = tl.program_id(1) if s.blocks > 1 else 0
     if s.blocks > 1:
         token = tl.minimum(token * TOKENS, s.T - TOKENS)  # the last block is whole
         y += token * s.stride
-        if x.units is not None:
-            x = Operand(x.numbers + token * OPERANDS, x.units + token * UNITS, x.norm)
-        else:
-            x = Operand(x.numbers + token * s.numbers, x.units, x.norm)
+        numbers = x.numbers + token * (s.numbers if x.units is None else s.quantized[0])
+        units = None if x.units is None else x.units + token * s.quantized[1]
+        x = Operand(numbers, units, x.norm)
         if residual is not None:
             residual += token * s.out
     adds = ()

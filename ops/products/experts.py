@@ -106,18 +106,16 @@ class EachSettings(Product):
 # several tiles, x stays in registers, and the next tile's weights are loaded while this one's are
 # multiplied.
 #
-# Weights depend on an index or scores that the previous kernel wrote, so that only `last` is loaded
-# before the wait. All loads then start at once: the tile's first DEPTH chunks, and their x.
-# One token's shared experts depend on no score. Their programs start first, and load weights before
-# the wait, while the router's kernel leaves memory idle.
+# After the wait all loads start at once: the tile's first DEPTH chunks, and their x. Programs of
+# one token's shared experts start first: they load weights while the router's kernel leaves memory
+# idle.
 #
 # With scores each program finds its expert in them, and the grid has one more row of programs,
 # R + 1. The first one stores the whole choice, for the next kernel and for programs of several
 # tokens that start late. S shared experts, from E on, follow the A chosen ones.
 #
-# Without indices all tokens multiply one weight, that of a shared expert. It does not depend on the
-# previous kernel, so that its first loads start before the wait. With scores h is multiplied by the
-# shared expert's gate.
+# Without indices all tokens multiply one weight, that of a shared expert. With scores h is
+# multiplied by the shared expert's gate.
 #
 # Several tokens have `pairs_of_row` pairs each. Then pairs are the grid's first axis: programs of
 # two pairs with the same expert run at the same time, so that one finds its weights in L2. A token

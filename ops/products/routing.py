@@ -195,7 +195,7 @@ def _route(scores, score_bias, indices, weights, s: tl.constexpr, PDL: tl.conste
     choose(scores + token * ROW, score_bias, indices + token * PAIRS, weights + token * PAIRS, s)
 
 
-def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Choose experts for several tokens.
 
     scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] of any dtype, normed tokens times the
@@ -212,5 +212,5 @@ def route(scores: Tensor, routing: Routing, warps: int = 1) -> tuple[Tensor, Ten
     indices = torch.empty(T, s.pairs, dtype=torch.int64, device=scores.device)
     weights = torch.empty(T, s.pairs, dtype=torch.float32, device=scores.device)
     tensors = scores, score_bias, indices, weights
-    launch(_route, (T,), *tensors, settings=s, warps=warps)
+    launch(_route, (T,), *tensors, settings=s, warps=1)
     return indices, weights

@@ -62,13 +62,9 @@ def _sum_messages(bits, s: tl.constexpr):
 # in its own inbox, and adds all N messages up in the order of ranks. The order is the
 # same on all ranks, hence also the bits.
 #
-# Each 32 bits of the message travel with the call's number in one 64-bit word. A 64-bit
-# store arrives whole, so a word with the right number needs no flag and no fence (as in
-# NCCL's LL protocol, here from every rank to every rank).
-#
-# The inbox has two halves, used by odd and even calls. One wait per call suffices: a
-# rank that begins call n + 1 has finished reading call n. No rank reaches call n + 2,
-# which reuses the half of call n, before all have begun n + 1.
+# Each 32 bits of the message travel with the call's number in one 64-bit word, as the 16 bits of
+# ops/ranks/mailbox.py do in 32 (NCCL's LL protocol, here from every rank to every rank). So the
+# inbox has two halves, too: no rank reaches call n + 2 before all have begun n + 1.
 #
 # PDL: the next kernel starts before the exchange, and loads its weights during it.
 @jit
