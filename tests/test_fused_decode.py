@@ -446,7 +446,7 @@ def test_9_to_16_tokens_read_a_dense_weight_once(tokens, monkeypatch):
 @pytest.mark.parametrize("kind", ("bf16", "int8", "int4", "mxfp4"))
 @pytest.mark.parametrize("tokens", (4, 8, 16))
 def test_weights_in_flight_fit_in_registers(tokens, kind, monkeypatch):
-    """Of rows of any length: what a lane cannot hold would be stored in memory, and loaded again."""
+    """Of rows of any length: more would be stored in memory, and loaded again."""
     monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
     for width in (*range(256, 9000, 608), 10240, 10944, 12288, 16384, 32768):
         codes = torch.empty(4096, width * BITS[kind] // 32, dtype=torch.int32)
