@@ -1,4 +1,4 @@
-"""Memory of the host that is free. Here, since it is asked for before torch is imported, too."""
+"""The host's free memory. In cli, since it is needed before torch is imported, too."""
 
 from pathlib import Path
 
