@@ -41,8 +41,8 @@ def start_compiling(source, device: torch.device) -> None:
     if not remembered[0].exists():
         start()
         return
-    arguments = remembered[0], device
-    reading[:] = [threading.Thread(target=read_kernels, args=arguments, daemon=True)]
+    # No daemon: the process must not end while the driver loads a kernel.
+    reading[:] = [threading.Thread(target=read_kernels, args=(remembered[0], device))]
     reading[0].start()
 
 
