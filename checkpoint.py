@@ -42,7 +42,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from ops.upload import to_device
 from tokenizer import load_tokenizer
 
 try:
@@ -216,7 +215,7 @@ class SafetensorsFile:
         if tensor.data_ptr() % tensor.itemsize:
             tensor = tensor.clone()  # old files have unaligned tensors; vectorized loops may crash
         # Not safe_open(device=...): its pinned memory is rounded up to a power of two, and kept.
-        return to_device(tensor, device)
+        return tensor.contiguous().to(device)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -32,7 +32,6 @@ from models.gguf import NEXT, REST, MadeTable, Values, made_of
 from models.pieces import assemble
 from models.published_tensors import PublishedTensors
 from models.tensors import Recipe
-from ops.upload import to_device
 
 # Weights whose blocks are read at once: temporaries in a core's cache, or few launches on a GPU.
 CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
@@ -124,7 +123,7 @@ class StoredWeight:
             chunk = {name: part[number * step :][: len(some_rows)] for name, part in flat.items()}
             for type, places in self.by_type(some_tensors, of):
                 chosen_tensors, chosen_rows = some_tensors[places], some_rows[places]
-                blocks = to_device(self.views.gather(chosen_tensors, chosen_rows), device)
+                blocks = self.views.gather(chosen_tensors, chosen_rows).to(device)
                 packed = self.pack(blocks, type, of.format)
                 scale = self.views.scale_of(chosen_tensors, chosen_rows)
                 if scale is not None:  # a tensor or an expert in NVFP4 has one
@@ -279,10 +278,10 @@ class GGUFCheckpoint:
         """
         if name not in self.parts:
             tensor = self.read_plain(self.recipes[name])
-            return to_device(tensor[index or ()], device)
+            return tensor[index or ()].contiguous().to(device)
         weight, of, leaf = self.parts[name]
         if of.format is None:
-            return to_device(weight.plain(of)[index or ()], device)
+            return weight.plain(of)[index or ()].contiguous().to(device)
         experts = index[0] if index and len(weight.shape) == 3 else None
         if experts is not None and len(range(*experts.indices(weight.shape[0]))) > 1:
             experts = None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cli.free_memory import free_host_memory
-from ops.upload import Uploader, uploading
 from runtime.memory import Shortage
+from runtime.uploads import Uploads
 
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
@@ -77,7 +77,7 @@ def register_host_memory(host: Tensor, owner: object, device: torch.device) -> b
 
 @contextmanager
 def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[None]:
-    """Within, `ops.upload.to_device` copies to a GPU through pinned buffers of `size` bytes.
+    """Within, `Tensor.to` copies to a GPU through pinned buffers of `size` bytes (`Uploads`).
 
     Without memory that can be pinned, and for the CPU, it copies plainly.
     """
@@ -86,18 +86,18 @@ def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[N
         return
     host = torch.empty(BUFFERS * size, dtype=torch.uint8)
     use_huge_pages(host)
-    uploader = Uploader(host.split(size), device)
-    if not register_host_memory(host, uploader, device):
+    uploads = Uploads(host.split(size), device)
+    if not register_host_memory(host, uploads, device):
         yield
         return
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        with uploading(uploader):
+        with uploads:
             yield
     finally:
         sys.setswitchinterval(interval)
-        torch.cuda.synchronize(device)  # the buffers are freed with the uploader
+        torch.cuda.synchronize(device)  # the buffers are freed with `uploads`
 
 
 def device_view(host: Tensor, device: torch.device) -> Tensor:

@@ -26,13 +26,13 @@ LIBRARY = {
     "cli": set(),
     "chat_template": set(),
     "tokenizer": {"chat_template"},
-    "checkpoint": {"cli", "ops", "tokenizer"},
+    "checkpoint": {"cli", "tokenizer"},
     "model": {"ops"},
     "formats": {"ops", "cli", "model", "checkpoint"},
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "parallel": {"ops", "cli"},
     "tp": {"ops", "model", "models", "formats", "parallel"},
-    "gguf_files": {"cli", "checkpoint", "ops", "model", "formats", "models"},
+    "gguf_files": {"cli", "checkpoint", "model", "formats", "models"},
     "runtime": {
         *("ops", "cli", "checkpoint", "model", "formats", "models", "gguf_files", "parallel", "tp")
     },

@@ -4,18 +4,18 @@ A plain copy from pageable memory, such as a mapped file, goes through the drive
 buffer, which one core fills: 7 GB/s on an H200 machine. Here all cores fill a buffer while the GPU
 reads the ones before it at the speed of the link.
 
-    with uploading(Uploader(buffers, device)):
-        weight = to_device(mapped, device)
+    with Uploads(buffers, device):
+        weight = mapped.to(device)
 
-`runtime.host_memory.pinned_uploads` allocates the buffers for the time in which a model is loaded.
+So what reads a model's files need not know of the buffers. `runtime.host_memory.pinned_uploads`
+allocates them for the time in which a model is loaded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 Wait = Callable[[], object]
 
@@ -27,8 +27,10 @@ def mark(device: torch.device) -> Wait:
     return event.synchronize
 
 
-class Uploader:
-    """Copies tensors to one device, in the order of its current stream.
+class Uploads(TorchFunctionMode):
+    """Within, a thread's `tensor.to(device)` of a host tensor copies it through buffers.
+
+    It does so in the order of the device's current stream.
 
     buffers: uint8 tensors of one size, of pinned memory. The stream must have ended before they are
     freed. mark: as the function of this name.
@@ -40,9 +42,20 @@ class Uploader:
         device: torch.device,
         mark: Callable[[torch.device], Wait] = mark,
     ):
+        super().__init__()
         self.buffers, self.device, self.mark = buffers, device, mark
         self.waits: list[Wait] = [lambda: None for _ in buffers]  # until the GPU has read a buffer
         self.next = 0  # the buffer that was filled first
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.to and not kwargs and self.takes(*args):
+            return self.send(args[0].contiguous())
+        return function(*args, **(kwargs or {}))
+
+    def takes(self, tensor: Tensor, *to) -> bool:
+        """Whether `tensor.to(*to)` is a copy from host memory to the device, and no other type."""
+        names_device = len(to) == 1 and isinstance(to[0], str | torch.device)
+        return names_device and tensor.is_cpu and torch.device(to[0]) == self.device
 
     def send(self, tensor: Tensor) -> Tensor:
         """Return a copy of a contiguous host tensor; the stream's next work finds it complete."""
@@ -57,28 +70,6 @@ class Uploader:
             self.waits[number] = self.mark(self.device)
             self.next = (number + 1) % len(self.buffers)
         return target
-
-
-# Another thread has none, unless it sets one: two would fill the same buffers.
-active: ContextVar[Uploader | None] = ContextVar("active", default=None)
-
-
-@contextmanager
-def uploading(uploader: Uploader) -> Iterator[None]:
-    """Within, `to_device` takes this uploader."""
-    token = active.set(uploader)
-    try:
-        yield
-    finally:
-        active.reset(token)
-
-
-def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Return a tensor, contiguous, on a device: through pinned buffers within `uploading`."""
-    uploader = active.get()
-    if uploader is None or not tensor.is_cpu or torch.device(device) != uploader.device:
-        return tensor.contiguous().to(device)
-    return uploader.send(tensor.contiguous())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
