@@ -68,8 +68,10 @@ def advise(cause: str, setup: Setup, memory: Memory, levers: Levers) -> str:
         message = f"{cause}; {FITS[count > 1]}: {'; or '.join(found[:count])}"
         if count == 1 or len(message) <= MAX_MESSAGE:
             return message
-    would_do = filter(None, (search.describe_least(field) for field in ("gpu", "host")))
-    return f"{cause}: no option makes it fit here; {', or '.join(would_do)} would do"
+    would_do = list(filter(None, (search.describe_least(field) for field in ("gpu", "host"))))
+    if text := ", or ".join(would_do) or search.describe_both():
+        return f"{cause}: no option makes it fit here; {text} would do"
+    return f"{cause}: no option makes it fit"
 
 
 Kind = Callable[[Change], Iterator[Change]]
@@ -121,14 +123,29 @@ class Search:
             return False
         return True
 
+    def least_steps(self, field: str) -> int | None:
+        """Return the least free memory that would do, in STEPs. The others: of `describe_least`."""
+        if getattr(self.memory, field) is None or not self.with_free(field, MAX_STEPS).any_fits():
+            return None
+        return largest(0, MAX_STEPS, lambda steps: not self.with_free(field, steps).any_fits()) + 1
+
+    def describe_both(self) -> str | None:
+        """Return the least host memory that would do with any GPU, and the GPU's beside that."""
+        if self.memory.gpu is None:
+            return None
+        host = self.with_free("gpu", MAX_STEPS).least_steps("host")
+        if host is None:
+            return None
+        beside = self.with_free("host", host).describe_least("gpu")
+        return f"{host * STEP / GB:.1f} GB of free host memory and {beside}"
+
     def describe_least(self, field: str) -> str | None:
         """Return the least free memory that would do, and with which options.
 
         field: of Memory; the other one stays as it is. Returns None if no amount would do.
         """
-        if getattr(self.memory, field) is None or not self.with_free(field, MAX_STEPS).any_fits():
+        if (steps := self.least_steps(field)) is None:
             return None
-        steps = largest(0, MAX_STEPS, lambda steps: not self.with_free(field, steps).any_fits()) + 1
         found, need = self.with_free(field, steps), steps * STEP
         text = f"{need / GB:.1f} GB of free {OWNERS[field]} memory"
         card = next((card for card in CARDS if card * GB >= need), None)

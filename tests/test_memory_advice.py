@@ -207,16 +207,20 @@ def check_case(plan, case: Case) -> str:
             check_least_change(plan, case, texts)
         return "advised"
     least = re.search(
-        r"no option makes it fit here; ([\d.]+) GB of free (GPU|host) memory(?: \(a card of \d+ GB"
-        r"\))?(?: with (.*?))?(?:, or .*)? would do$",
+        r"no option makes it fit here; (?:([\d.]+) GB of free host memory and )?([\d.]+) GB "
+        r"of free (GPU|host) memory(?: \(a card of \d+ GB\))?(?: with (.*?))?(?:, or .*)? "
+        r"would do$",
         message,
     )
     assert least, message
-    field = {"GPU": "gpu", "host": "host"}[least[2]]
-    enough = dataclasses.replace(case.follow(least[3] or ""), **{field: float(least[1])})
+    needs = {{"GPU": "gpu", "host": "host"}[least[3]]: float(least[2])}
+    if least[1]:
+        needs["host"] = float(least[1])
+    enough = dataclasses.replace(case.follow(least[4] or ""), **needs)
     assert plan(enough) is None, f"{case}\n{message}\n{plan(enough)}"
-    short = dataclasses.replace(case, **{field: float(least[1]) - 0.1})
-    assert "no option makes it fit" in plan(short), f"{case}\n{message}"
+    for field, need in needs.items():
+        short = dataclasses.replace(case, **(needs | {field: need - 0.1}))
+        assert "no option makes it fit" in plan(short), f"{case}\n{message}"
     return "hopeless"
 
 
@@ -241,6 +245,14 @@ def check_least_change(plan, case: Case, texts: list[str]) -> None:
         tried += [dataclasses.replace(case, mode=mode) for mode in modes]
     for one in tried:
         assert plan(one) is not None, f"{one} fits, suggested were {texts}"
+
+
+def test_memory_that_is_short_on_both_sides(plan):
+    """Of a model with a table in host memory: more of one alone would not do."""
+    case = Case(
+        "Qwen3.8-Flash-Next", "int4", "generate", ("--max_seq_len", "512"), 1, 16, layers=None
+    )
+    assert "GB of free host memory and" in plan(case) and check_case(plan, case) == "hopeless"
 
 
 @pytest.mark.slow
