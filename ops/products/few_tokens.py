@@ -20,8 +20,8 @@ from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
-# The same of a product with few rows, which has all of a program's weights in flight if it can, by
-# warps. More do not fit beside what else a lane holds. Of codes: that is more than of bf16.
+# The same, at most, of a product with few rows, by warps: it has all of a program's weights in flight
+# if they fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
 MOST_OF_BF16 = {4: 192, 8: 192, 16: 64}
 
@@ -145,7 +145,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 def choose_small_tiles(weight: Weight) -> FewTiles:
     """Return how to divide a product of up to 8 tokens with few rows.
 
-    All weights are in flight, in as few warps as hold them. Of longer rows as many as possible.
+    All weights are in flight, in as few warps as hold them; of longer rows as many as possible.
     """
     each = 2 * words_of_lane(weight)  # registers of a step
     most = MOST_OF_BF16 if weight.kind == "bf16" else MOST_REGISTERS
