@@ -20,8 +20,8 @@ from ops.products.weights import GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
-# The same, at most, of a product with few rows, by warps: it has all of a program's weights in flight
-# if they fit. Decoding codes takes more of the other registers than bf16 does.
+# The most of a product with few rows, by warps: it has all of a program's weights in flight if they
+# fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
 MOST_OF_BF16 = {4: 192, 8: 192, 16: 64}
 
