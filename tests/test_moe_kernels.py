@@ -567,7 +567,7 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
         assert set(found) == names
         for name, counts in found.items():
             assert counts["waits"] == counts["starts"] == 1, (format, name, counts)
-            # Of these products Triton 3.9 keeps registers in memory, 3.6 none.
+            # Triton 3.9 keeps some registers of these products in memory, 3.6 none.
             known = {("int4", "_multiply_tiles"): 3, ("bf16", "down"): 4, ("q8_0", "dense"): 4}
             assert counts["spills"] <= known.get((format, name), 1), (format, name, counts)
         for name in products:
