@@ -28,6 +28,12 @@ PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being
 WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
+def find_torch() -> str | None:
+    """Return the path of torch's `__init__.py`, without importing it; None if it is not there."""
+    spec = PathFinder.find_spec("torch")
+    return None if spec is None else spec.origin
+
+
 def keep_bytecode(options: argparse.Namespace) -> None:
     """Let Python keep compiled modules in the compile cache, if it cannot keep torch's.
 
@@ -35,11 +41,10 @@ def keep_bytecode(options: argparse.Namespace) -> None:
     installed without compiling them, into a folder that is not the user's, or where
     PYTHONDONTWRITEBYTECODE is set. Processes that this one starts keep theirs there, too.
     """
-    spec = PathFinder.find_spec("torch")
-    if spec is None or spec.origin is None or sys.pycache_prefix is not None:
+    if (origin := find_torch()) is None or sys.pycache_prefix is not None:
         return
-    is_kept = os.path.exists(importlib.util.cache_from_source(spec.origin))
-    is_writable = not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK)
+    is_kept = os.path.exists(importlib.util.cache_from_source(origin))
+    is_writable = not sys.dont_write_bytecode and os.access(os.path.dirname(origin), os.W_OK)
     if is_kept or is_writable:
         return
     with suppress(OSError, ValueError):  # `use_compile_cache` says why
@@ -80,10 +85,9 @@ def load_libraries() -> None:
     It takes 0.3 s with CUDA's. An import would hold Python's lock for that time; the C library's
     own function does not. Meanwhile, imports of other compiled modules wait.
     """
-    spec = PathFinder.find_spec("torch")
-    if spec is None or spec.origin is None:
+    if (origin := find_torch()) is None:
         return
-    folder = os.path.join(os.path.dirname(spec.origin), "lib")
+    folder = os.path.join(os.path.dirname(origin), "lib")
     kinds = ("libtorch_cuda.so", "libtorch_cpu.so")  # the first needs the second
     paths = [path for name in kinds if os.path.exists(path := os.path.join(folder, name))]
     first = os.path.join(folder, "libtorch_global_deps.so")  # torch loads it first, for all

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cli.free_memory import free_host_memory
 from runtime.memory import Shortage
-from runtime.uploads import Uploads
+from runtime.uploads import Uploads, bytes_of
 
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
@@ -102,7 +102,7 @@ def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[N
 
 def device_view(host: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the GPU at the address of registered host memory, and keep that alive."""
-    flat = torch.as_tensor(Registered(host.view(-1).view(torch.uint8)), device=device)
+    flat = torch.as_tensor(Registered(bytes_of(host)), device=device)
     assert flat.data_ptr() == host.data_ptr(), "a copy, not a view"
     return flat.view(host.dtype).view(host.shape)
 

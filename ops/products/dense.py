@@ -88,6 +88,12 @@ def _load_biases(bias, experts, factors, rows, s):
     return biases
 
 
+@jit
+def _first_row(n, s: tl.constexpr):
+    """Return the first row of a program's tile n. The last tiles begin early enough to be whole."""
+    return tl.minimum((tl.program_id(0) + n * tl.num_programs(0)) * s.rows, s.out - s.rows)
+
+
 # Grid [R, blocks]: a program computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile
 # of several tokens, which share its weights. x is that of all chosen experts, one after the other
 # (s.gather, one token), or one row a token.
@@ -109,11 +115,10 @@ def _multiply_sum(
     QUANTIZED: tl.constexpr = x.units is not None
     POLLED: tl.constexpr = PDL and s.gather and not QUANTIZED and s.integers
     AHEAD: tl.constexpr = QUANTIZED or POLLED or not s.gather  # weights are loaded before the wait
-    ROWS: tl.constexpr = s.rows
     TILES: tl.constexpr = s.tiles
     TOKENS: tl.constexpr = s.tokens
-    row = tl.minimum(tl.program_id(0) * ROWS, s.out - ROWS)
-    rows, stores = shared_rows(ROWS)
+    row = _first_row(0, s)
+    rows, stores = shared_rows(s.rows)
     token = tl.program_id(1) if s.blocks > 1 else 0
     if s.blocks > 1:
         token = tl.minimum(token * TOKENS, s.T - TOKENS)  # the last block is whole
@@ -136,8 +141,7 @@ def _multiply_sum(
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
                 for n in range(1, TILES):
-                    tile = (tl.program_id(0) + n * tl.num_programs(0)) * ROWS
-                    at = tl.minimum(tile, s.out - ROWS) + rows
+                    at = _first_row(n, s) + rows
                     if residual is not None:
                         result = tl.load(residual + at, mask=stores, other=0.0)
                     tl.store(y + at, result.to(y.dtype.element_ty), mask=stores)
@@ -180,9 +184,7 @@ def _multiply_sum(
                 squares += lane_squares(xs[c][0], s)
             xs = replace(xs, c, prepare(xs[c][0], besides[c], x, s))
     for n in range(TILES):
-        next_row = tl.minimum(
-            (tl.program_id(0) + (n + 1) * tl.num_programs(0)) * ROWS, s.out - ROWS
-        )
+        next_row = _first_row(n + 1, s)
         more, both = n + 1 < TILES, (row, next_row)
         totals, _, found, tiles = multiply_tile(
             x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s

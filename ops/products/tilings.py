@@ -99,15 +99,15 @@ DEFAULTS = {
     **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
-# Sums over experts of 2 tokens, of up to 4, and of more: many programs, for which narrow chunks are
-# better. None: as for one token.
-SEVERAL: dict[str, tuple[Tiles | None, Tiles, Tiles]] = {
-    "int4": (
-        Tiles(8, 128, 1, 4),
-        Tiles(4, 32, 1, 1, registers=128),
-        Tiles(8, 32, 1, 1, registers=128),
-    ),
-    "mxfp4": (None, Tiles(8, 64, 1, 2), Tiles(8, 64, 1, 2)),
+# Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
+# narrow chunks are better. What is not here is as for one token.
+SEVERAL: dict[str, dict[int, Tiles]] = {
+    "int4": {
+        2: Tiles(8, 128, 1, 4),
+        4: Tiles(4, 32, 1, 1, registers=128),
+        8: Tiles(8, 32, 1, 1, registers=128),
+    },
+    "mxfp4": dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)),
 }
 
 
@@ -163,8 +163,7 @@ def choose_tiles(
     place = place_of(weight, str(loads), tokens, quads)
     found = measured_fields(weight, place)
     if found is None and tokens > 1:
-        several = SEVERAL.get(place.kind) if summed else None
-        if several and (tiles := several[min(place.tokens.bit_length(), 4) - 2]):
+        if summed and (tiles := SEVERAL.get(place.kind, {}).get(min(place.tokens, 8))):
             return tiles
         found = measured_fields(weight, place._replace(tokens=1))
     if found is None:
