@@ -27,6 +27,15 @@ def without_a_gpu(*names: str, **variables: str) -> dict[str, dict]:
     return run_without_gpu("kernels_without_gpu.py", *names, **variables)
 
 
+def interpret(name: str) -> dict[str, float]:
+    """Return the errors of a group of cases in Triton's interpreter."""
+    return without_a_gpu(name, TRITON_INTERPRET="1")[name]
+
+
+def check_attention(errors: dict[str, float], cases: int) -> None:
+    assert len(errors) == cases and all(error < 2e-6 for error in errors.values()), errors
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict]:
     """Return the kernels' errors; one process, which takes longer to start than most of them."""
@@ -62,14 +71,14 @@ def test_the_kernel_computes_what_the_cpu_computes(interpreted):
 
 @pytest.mark.slow
 def test_the_kernel_computes_what_the_cpu_computes_in_every_shape():
-    errors = without_a_gpu("grouped", TRITON_INTERPRET="1")["grouped"]
+    errors = interpret("grouped")
     assert len(errors) == 2 * 5 * (len(FORMATS) + 1) + 17
     check_grouped_errors(errors)
 
 
 @pytest.mark.slow
 def test_the_copy_out_of_host_memory(machine_code):
-    found = without_a_gpu("fetch", TRITON_INTERPRET="1")["fetch"]
+    found = interpret("fetch")
     assert found == {"right": [True] * 3}
     assert machine_code["fetch"] == {"LDG.E.128": 8, "STG.E.128": 8}
 
@@ -102,8 +111,7 @@ def test_what_is_the_same_on_every_gpu_compiles_for_an_h200(machine_code):
 
 @pytest.mark.slow
 def test_attention_that_reads_the_blocks_in_use():
-    errors = without_a_gpu("attend", TRITON_INTERPRET="1")["attend"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("attend"), 8)
 
 
 @pytest.mark.slow
@@ -118,7 +126,7 @@ def test_attention_that_reads_the_blocks_in_use_compiles_for_an_h200():
 
 def test_one_tokens_attention_in_one_kernel(interpreted):
     errors = interpreted["token, few"]
-    assert len(errors) == 4 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(errors, 4)
 
 
 def test_a_step_begins_with_the_tokens_embeddings_and_rope(interpreted):
@@ -127,20 +135,18 @@ def test_a_step_begins_with_the_tokens_embeddings_and_rope(interpreted):
 
 def test_attention_over_a_ring_is_that_over_all_positions(interpreted):
     errors = interpreted["rings"]
-    assert len(errors) == 2 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(errors, 2)
 
 
 @pytest.mark.slow
 def test_attention_over_rings_of_every_kind():
     """One token and up to 64, whose padding and idle rows leave the ring as it is."""
-    errors = without_a_gpu("rings, more", TRITON_INTERPRET="1")["rings, more"]
-    assert len(errors) == 6 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("rings, more"), 6)
 
 
 @pytest.mark.slow
 def test_one_tokens_attention_in_every_form(machine_code):
-    errors = without_a_gpu("token", TRITON_INTERPRET="1")["token"]
-    assert len(errors) == 13 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("token"), 13)
     for case, counts in machine_code["token"].items():
         bodies = 2 if "bfloat16" in case else 1
         assert counts["waits"] == counts["starts"] == bodies and counts["spills"] == 0, case
@@ -165,8 +171,7 @@ def check_queries_code(found: dict[str, dict]) -> None:
 
 @pytest.mark.slow
 def test_few_queries_attention_in_one_kernel():
-    errors = without_a_gpu("queries", TRITON_INTERPRET="1")["queries"]
-    assert len(errors) == 3 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("queries"), 3)
 
 
 @pytest.mark.slow
@@ -177,8 +182,7 @@ def test_few_queries_attention_in_one_kernel_compiles_for_an_h200(machine_code):
 
 @pytest.mark.slow
 def test_few_queries_attention_at_other_sizes():
-    errors = without_a_gpu("queries, more", TRITON_INTERPRET="1")["queries, more"]
-    assert len(errors) == 14 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("queries, more"), 14)
 
 
 @pytest.mark.slow
@@ -190,20 +194,17 @@ def test_few_queries_attention_compiles_for_an_h200():
 
 @pytest.mark.slow
 def test_one_tokens_latent_attention_of_small_heads():
-    errors = without_a_gpu("latent token, few", TRITON_INTERPRET="1")["latent token, few"]
-    assert len(errors) == 2 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("latent token, few"), 2)
 
 
 @pytest.mark.slow
 def test_one_tokens_latent_attention_at_published_sizes():
-    errors = without_a_gpu("latent token", TRITON_INTERPRET="1")["latent token"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("latent token"), 8)
 
 
 @pytest.mark.slow
 def test_few_tokens_latent_attention():
-    errors = without_a_gpu("latent tokens", TRITON_INTERPRET="1")["latent tokens"]
-    assert len(errors) == 8 and all(error < 2e-6 for error in errors.values()), errors
+    check_attention(interpret("latent tokens"), 8)
 
 
 @pytest.mark.slow
@@ -249,7 +250,7 @@ def test_the_product_for_one_token_in_each_format(interpreted):
 
 @pytest.mark.slow
 def test_the_product_for_one_token_computes_what_unpacked_weights_do():
-    errors = without_a_gpu("dot4", TRITON_INTERPRET="1")["dot4"]
+    errors = interpret("dot4")
     assert [errors.pop(value) for value in ("inf", "-inf", "nan")] == [True] * 3
     assert len(errors) == 33
     limits = {case: 1e-3 if "gated" in case else 1e-5 for case in errors}
