@@ -100,7 +100,7 @@ DEFAULTS = {
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
 # Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
-# narrow chunks are better. What is not here is as for one token.
+# narrow chunks are better. Other kinds and numbers have the tiles of one token.
 SEVERAL: dict[str, dict[int, Tiles]] = {
     "int4": {
         2: Tiles(8, 128, 1, 4),
