@@ -5,6 +5,7 @@ ops/README.md has the rules of a kernel's parameters.
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ except ImportError:  # a build of torch without CUDA, where no kernel is called
 
 S = TypeVar("S")
 log = logging.getLogger("moe_fast")
+MAKING = threading.RLock()  # within `Kernel.__getattr__`
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
 
@@ -71,9 +73,20 @@ class Kernel(triton.JITFunction if triton else object):
     # Within `collect_only`: kernel, types of its arguments, options.
     collected: list[tuple] | None = None
 
+    is_made = True  # of an instance: whether Triton has read its source
+
     def __init__(self, function, **options):
-        super().__init__(function, **options)
+        self.fn, self.options, self.is_made = function, options, False
+        self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.fitting: dict[tuple, object] = {}  # of `fit`
+
+    def __getattr__(self, name: str):
+        """Let Triton read the source at the first look: most kernels are not a model's."""
+        with MAKING:
+            if not self.is_made:
+                self.is_made = True
+                super().__init__(self.fn, **self.options)
+        return object.__getattribute__(self, name)
 
     def run(self, *args, grid, warmup, **options):
         if Kernel.collected is not None and not warmup:
