@@ -81,7 +81,9 @@ def random_layer(batch: int, tokens: int = 1) -> dict[str, Tensor]:
 def fused_step(layer: dict[str, Tensor], last: Tensor | None = None) -> Tensor:
     qkvz, ba, state, *pending = list(layer.values())[:6]
     *weights, positions, arrivals = list(layer.values())[6:]
-    return delta_tokens(qkvz, [ba], state, pending, weights, positions, last, arrivals, EPS)
+    qkv, gate = qkvz.split((N, VALUES), -1)
+    gates = [*ba.chunk(2, -1), gate]
+    return delta_tokens(qkv, gates, state, pending, weights, positions, last, arrivals, EPS)
 
 
 def window_of(layer: dict[str, Tensor]) -> Tensor:

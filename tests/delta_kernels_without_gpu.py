@@ -116,14 +116,15 @@ def random_token(
     def normal(*shape: int, dtype=dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    qkvz, gates = normal(B, 1, N + H * Cv), [5 * normal(B, 1, 2 * H)]
+    (qkv, gate), ba = normal(B, 1, N + H * Cv).split((N, H * Cv), -1), 5 * normal(B, 1, 2 * H)
     state, inputs = normal(B, H, Ck, Cv, dtype=torch.float32), normal(B, W - 1 + M, N)
     pending = [inputs, normal(B, M, 2 * H), torch.zeros(B, H, dtype=torch.int64)]
     weights = normal(N, W), normal(H, dtype=torch.float32), normal(H), normal(Cv)
     last = None if last is None else torch.tensor(last)
     arrivals = torch.zeros(B, K, dtype=torch.int32)
     positions = torch.full((B, 1), 7)
-    return [qkvz, gates, state, pending, list(weights), positions, last, arrivals, 1e-6]
+    gates = [*ba.chunk(2, -1), gate]
+    return [qkv, gates, state, pending, list(weights), positions, last, arrivals, 1e-6]
 
 
 def random_few(
@@ -201,19 +202,18 @@ def module_of(layer: DeltaNet | KimiDelta):
 N_SEED = 3
 
 
-def plain_token(qkvz, gates, state, pending, weights, positions, last, arrivals, eps):
+def plain_token(x, gates, state, pending, weights, positions, last, arrivals, eps):
     """Compute `delta_tokens` of one token in PyTorch -> y, the new state and the new window."""
     (B, H, Ck, Cv), (conv_weight, a_log, dt_bias, norm) = state.shape, weights
     K = arrivals.shape[1]
-    x, gate = qkvz.split((conv_weight.shape[0], H * Cv), -1)
     window = pending[0][:, : conv_weight.shape[1] - 1]
-    b, a = gates[0].float().chunk(2, -1)
+    b, a, gate = (part.float() for part in gates)
     g = -a_log.float().exp() * torch.nn.functional.softplus(a + dt_bias.float())
     y = conv_silu_in_torch(x, window, conv_weight).squeeze(1)
     q, k, v = y.split((K * Ck, K * Ck, H * Cv), -1)
     q, k, v = q.view(B, K, Ck), k.view(B, K, Ck), v.view(B, H, Cv)
     out, new = gated_delta_step(q, k, v, g.squeeze(1), b.sigmoid().squeeze(1), state)
-    y = norm_in_torch(out, gate.view(B, H, Cv), norm, eps).to(qkvz.dtype).view(B, 1, H * Cv)
+    y = norm_in_torch(out, gate.view(B, H, Cv), norm, eps).to(x.dtype).view(B, 1, H * Cv)
     moved = torch.cat((window, x), 1)[:, 1:]
     if last is None:
         return y, new, moved

@@ -141,22 +141,23 @@ class DeltaNet(RecurrentLayer):
 
     def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """`mix` of a few tokens, by kernels."""
-        memory, weights = self.state, [*self.weights()]
-        place = context.positions, context.last, memory.arrivals
-        tokens = qkvz, [ba], memory.state, memory.pending(), weights
-        y = delta_tokens(*tokens, *place, self.norm.eps, self.gate == "sigmoid")
-        return self.in_order(y)
+        qkv, gate = self.split_gate(qkvz)
+        return self.in_order(run_kernels(self, qkv, [*ba.chunk(2, -1), gate], context, self.gate))
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
-        H, Cv, memory = self.sizes.value_heads, self.sizes.value_dim, self.state
-        if self.is_few(qkvz, context) and delta_tokens_supports(memory.state):
+        if self.is_few(qkvz, context) and delta_tokens_supports(self.state.state):
             return self.mix_few(qkvz, ba, context)
-        x, gate = qkvz.split((self.sizes.channels, H * Cv), dim=-1)
-        y = memory.append(DeltaInputs(x, ba, self.weights()), context)
-        gate = gate.unflatten(-1, (H, Cv))
+        x, gate = self.split_gate(qkvz)
+        y = self.state.append(DeltaInputs(x, ba, self.weights()), context)
+        gate = gate.unflatten(-1, (-1, self.sizes.value_dim))
         y = gated_rms_norm(y, gate, self.norm.weight, self.norm.eps, self.gate)
         return self.in_order(y.to(qkvz.dtype).flatten(2))
+
+    def split_gate(self, qkvz: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the convolution [B, Q, N], and the output's gate [B, Q, H Cv]."""
+        sizes = self.sizes
+        return qkvz.split((sizes.channels, sizes.value_heads * sizes.value_dim), dim=-1)
 
     def in_order(self, y: Tensor) -> Tensor:
         """y [B, Q, H Cv], by key head -> in the order in which wout takes the value heads."""
@@ -168,6 +169,16 @@ class DeltaNet(RecurrentLayer):
     def weights(self) -> DeltaWeights:
         """Return the weights that the kernels take."""
         return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
+
+
+def run_kernels(
+    layer: RecurrentLayer, qkv: Tensor, gates: list[Tensor], context: Context, activation: str
+) -> Tensor:
+    """qkv [B, Q, N], gates as of `delta_tokens` -> [B, Q, H Cv]. activation: of the output's."""
+    memory, eps = layer.state, layer.norm.eps
+    tokens = qkv, gates, memory.state, memory.pending(), [*layer.weights()]
+    place = context.positions, context.last, memory.arrivals
+    return delta_tokens(*tokens, *place, eps, activation == "sigmoid")
 
 
 def delta_net_recipes(sizes: DeltaSizes, dim: int) -> Recipes:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from model import Context, Linear, RMSNorm, new_parameter
-from models.layers.gated_delta_net import DeltaInputs, DeltaSizes, DeltaState
+from models.layers.gated_delta_net import DeltaInputs, DeltaSizes, DeltaState, run_kernels
 from models.layers.pending_state import Convolution, RecurrentLayer
 from models.tensors import Recipe, Recipes, copy_of
-from ops.attention.delta import delta_tokens, delta_tokens_supports, kernels_support
+from ops.attention.delta import delta_tokens_supports, kernels_support
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import gated_rms_norm
 from ops.products.dense import dense_product
@@ -62,7 +62,7 @@ class KimiDelta(RecurrentLayer):
         f, g, b = fgb.split(self.parts, dim=-1)
         a, gate = self.wdecay(f), self.wgate(g)
         if self.is_few(qkv, context) and delta_tokens_supports(self.state.state):
-            return self.run_kernels(qkv, [b, a, gate], context)
+            return run_kernels(self, qkv, [b, a, gate], context, "sigmoid")
         inputs = DeltaInputs(qkv, torch.cat((b, a), dim=-1), self.weights())
         y = self.state.append(inputs, context)
         norm, gate = self.norm, gate.unflatten(-1, (-1, self.sizes.value_dim))
@@ -72,14 +72,8 @@ class KimiDelta(RecurrentLayer):
         f, g, b = fgb.split(self.parts, dim=-1)
         # The gate's product runs beside that of the decays: its x was made by the kernel before.
         a = expand(f, self.wdecay)
-        return self.run_kernels(qkv, [b, a, expand(g, self.wgate, early=True)], context)
-
-    def run_kernels(self, qkv: Tensor, gates: list[Tensor], context: Context) -> Tensor:
-        """gates: b [B, Q, H], then a and the output's gate [B, Q, H C]."""
-        memory, weights = self.state, [*self.weights()]
-        place = context.positions, context.last, memory.arrivals
-        tokens = qkv, gates, memory.state, memory.pending(), weights
-        return delta_tokens(*tokens, *place, self.norm.eps, True)
+        gates = [b, a, expand(g, self.wgate, early=True)]
+        return run_kernels(self, qkv, gates, context, "sigmoid")
 
     def weights(self) -> DeltaWeights:
         """Return the weights that the kernels take."""

@@ -60,11 +60,11 @@ CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/atten
 
 
 class Gates(NamedTuple):
-    """What gives the gates of a call's tokens, but for those that are beside q, k and v."""
+    """What makes the gates of a call's tokens; views of other tensors may have longer rows."""
 
-    ba: Tensor  # [B, T, 2 H]: b, then a; with a decay for each channel b alone, [B, T, H]
-    a: Tensor | None = None  # [B, T, H Ck]: of each channel's decay
-    output: Tensor | None = None  # [B, T, H Cv]: the output's
+    b: Tensor  # [B, T, H]: beta before its sigmoid
+    a: Tensor  # [B, T, H], or [B, T, H Ck] with a decay for each channel: the decay's input
+    output: Tensor  # [B, T, H Cv]: the output's gate
 
 
 @jit
@@ -79,140 +79,97 @@ def _decays_of(head, s: tl.constexpr):
 
 @jit
 def _find_gates(gates, sequence, tokens, head, s: tl.constexpr):
-    """Return where a sequence's first token has what makes a head's gates.
+    """Return where a sequence's first token has b and a of a head, and the output's gate.
 
-    b, and with a decay for each channel a of these, and the output's gate less the place of v.
+    That is less the place of v.
     """
-    b = gates.ba + sequence * tokens * s.ba_row + head
-    if s.channel_decay:
-        a = gates.a + sequence * tokens * s.decays + _decays_of(head, s)
-        return b, a, gates.output + sequence * tokens * s.outputs - s.first_value
-    else:
-        return b, b, b
+    first = sequence * tokens
+    b, a = gates.b + first * s.b_row + head, gates.a + first * s.a_row + _decays_of(head, s)
+    return b, a, gates.output + first * s.output_row - s.first_value
 
 
 @jit
-def _own_gates_at(found, token, s: tl.constexpr):
-    """Return where a token of the call has b, and a. found: as of `_find_gates`."""
-    b = found[0] + token * s.ba_row
-    return (b, found[1] + token * s.decays) if s.channel_decay else (b, b + s.heads)
+def _find_pending(pending, row, token, head, s: tl.constexpr):
+    """Return where a pending token has b and a of a head."""
+    gates = pending.gates + (row * s.most + token) * s.gates
+    return gates + head, gates + s.heads + _decays_of(head, s)
 
 
 @jit
-def _output_gate_at(qkvz, found, token, s: tl.constexpr):
-    """Return where a token has the output's gate, less the place of v. qkvz: the token's."""
-    return found[2] + token * s.outputs if s.channel_decay else qkvz + s.outputs
+def _decay_and_share(b, a, rate, bias):
+    return tl.exp(-rate * softplus(a.to(tl.float32) + bias)), tl.sigmoid(b.to(tl.float32))
 
 
 @jit
-def _pending_gates_at(pending, row, token, head, s: tl.constexpr):
-    """Return where a pending token has b of a head. Its a is `_pending_decays` further."""
-    return pending.gates + (row * s.most + token) * s.gates + head
-
-
-@jit
-def _pending_decays(head, s: tl.constexpr):
-    """Return how far a pending token's a is from its b."""
-    return s.heads - head + _decays_of(head, s) if s.channel_decay else s.heads
-
-
-@jit
-def _load_gates(at, rate, bias):
-    """Return a token's decay and share. at: where its b and a are."""
-    b, a = tl.load(at[0]).to(tl.float32), tl.load(at[1]).to(tl.float32)
-    return tl.exp(-rate * softplus(a + bias)), tl.sigmoid(b)
-
-
-@jit
-def _load_own(qkvz, found, keys, values, token, s: tl.constexpr):
+def _load_token(qkv, found, keys, values, token, s: tl.constexpr):
     """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `_find_gates`."""
-    qkvz += token * s.row
-    gate = as_tile(tl.load(_output_gate_at(qkvz, found, token, s) + values), s).to(tl.float32)
-    b, a = _own_gates_at(found, token, s)
-    b, a = tl.load(b).to(tl.float32), tl.load(a).to(tl.float32)
-    return tl.load(qkvz + keys), tl.load(qkvz + values), gate, b, a
+    qkv += token * s.row
+    gate = as_tile(tl.load(found[2] + token * s.output_row + values), s).to(tl.float32)
+    b, a = tl.load(found[0] + token * s.b_row), tl.load(found[1] + token * s.a_row)
+    return tl.load(qkv + keys), tl.load(qkv + values), gate, b, a
 
 
 @jit
-def _keep_gates(pending, row, head, found, tokens, s: tl.constexpr):
-    """Store b and a of a head of all tokens. found: as of `_find_gates`."""
-    for token in range(tokens):
-        kept = _pending_gates_at(pending, row, token, head, s)
-        tl.store(kept, tl.load(found[0] + token * s.ba_row))
-        _, a = _own_gates_at(found, token, s)
-        tl.store(kept + _pending_decays(head, s), tl.load(a))
+def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
+    """Return what a token reads of a head, what its norm is multiplied by, the state after it.
 
-
-@jit
-def _read_one(qkvz, found, y, old, sums, taps, gates, places, kept, s: tl.constexpr):
-    """Store what the only token reads of a head, normalized, and the state after it.
-
-    Returns its inputs of q and k, and of v. As `_read_tokens`, but sums: of the convolution over
-    the inputs before it, of q and k, and of v. kept: where the state is, and whether to store it.
+    loaded: by `_load_token`. old: the state. sums: of the convolution over the inputs before it, of
+    q and k, and of v. factors: the decay's rate and bias, the norm's weight.
     """
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    keys, values, is_first = places
-    rate, bias, weight = gates
-    state, exists = kept
-    new_keys, new_values = tl.load(qkvz + keys), tl.load(qkvz + values)
-    gate = as_tile(tl.load(_output_gate_at(qkvz, found, 0, s) + values), s).to(tl.float32)
-    decay, share = _load_gates(_own_gates_at(found, 0, s), rate, bias)
+    new_keys, new_values, gate, b, a = loaded
+    decay, share = _decay_and_share(b, a, factors[0], factors[1])
     qk = convolve(new_keys, sums[0], taps[0], s)
     v = convolve(new_values, sums[1], taps[1], s)
-    factor = tl.sigmoid(gate) * weight if s.sigmoid_gate else tl.sigmoid(gate) * weight * gate
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
     out, new = read_and_update(old, qk, v, decay, share, s)
-    if exists:  # first, so that the store is in flight while the head is normalized
-        tl.store(state, tl.reshape(new, state.shape))
-    out = norm_head(out, factor, s, DTYPE)
-    tl.store(y, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
-    return new_keys, new_values
+    return out, factor * factors[2], new
 
 
 @jit
-def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s: tl.constexpr):
-    """Store what each of several tokens reads of a head, normalized; 0 for padding.
+def _read_tokens(
+    qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s: tl.constexpr
+):
+    """Store what each of several tokens reads of a head, normalized; 0 if none is real.
 
-    found: as of `_find_gates`. old: the state. past, taps: of q and k, and of v. gates: the decay's
-    rate and bias, the norm's weight. places: channels of q and k, of v, and which of these are
-    stored.
+    Store b and a of each, too: the tokens become the pending ones, padding among them. kept: as of
+    `_find_pending`. past: the inputs before them, of q and k, and of v. places: channels of q and
+    k, of v, and which of these are stored. The others: as of `_take_token`.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
     keys, values, is_first = places
     key_past, value_past = past
-    loaded = _load_own(qkvz, found, keys, values, 0, s)
-    for token in range(real):
-        new_keys, new_values, gate, b, a = loaded
-        later = tl.minimum(token + 1, tokens - 1)
-        loaded = _load_own(qkvz, found, keys, values, later, s)
-        qk = convolve(new_keys, sum_past(key_past, taps[0], 0.0, s), taps[0], s)
-        v = convolve(new_values, sum_past(value_past, taps[1], 0.0, s), taps[1], s)
-        key_past, value_past = key_past[1:] + (new_keys,), value_past[1:] + (new_values,)
-        decay, share = tl.exp(-gates[0] * softplus(a + gates[1])), tl.sigmoid(b)
-        out, old = read_and_update(old, qk, v, decay, share, s)
-        factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-        out = norm_head(out, factor * gates[2], s, DTYPE)
+    later, count = _load_token(qkv, found, keys, values, 0, s), tl.where(real > 0, tokens, 0)
+    for token in range(count):
+        loaded = later
+        later = _load_token(qkv, found, keys, values, tl.minimum(token + 1, tokens - 1), s)
+        sums = sum_past(key_past, taps[0], 0.0, s), sum_past(value_past, taps[1], 0.0, s)
+        key_past, value_past = key_past[1:] + (loaded[0],), value_past[1:] + (loaded[1],)
+        out, factor, old = _take_token(loaded, old, sums, taps, factors, s)
+        out = norm_head(out, factor, s, DTYPE)
         tl.store(y + token * STRIDE, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
+        tl.store(kept[0] + token * s.gates, loaded[3])  # all threads have read the old ones
+        tl.store(kept[1] + token * s.gates, loaded[4])
     zeros = tl.zeros_like(values).to(DTYPE)
-    for token in range(real, tokens):
+    for token in range(count, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
-# projections, which make qkvz and ba. So are pending tokens taken in, of which there are none after
-# another call of one token.
+# projections, which make qkv and the gates. So are pending tokens taken in, of which there are none
+# after another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
-# the state after them is not stored. A token is loaded while the one before it is taken in. qkvz
+# the state after them is not stored. A token is loaded while the one before it is taken in. qkv
 # None: there are no tokens, and none are pending afterwards.
 #
 # Triton loads a tile with fewer numbers than threads once more in each layout that it is used in.
 # For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
 # tile of 2 Ck numbers, or two copies of it, with as many numbers as threads.
 #
-# The inputs of v, ba and `first` belong to the head. Those of q and k are read by the programs of
-# all H / K value heads of a key head; `arrivals` counts them, and the last to have read them moves
-# them on. No program waits. There is no race:
+# The inputs of v, gates and `first` belong to the head. Those of q and k are read by the programs
+# of all H / K value heads of a key head; `arrivals` counts them, and the last to have read them
+# moves them on. No program waits. There is no race:
 # - The counter's addition has an operand that is always 1, but is computed from all that the
 #   program has read of q's and k's inputs. So these loads have returned to registers, in all
 #   threads, before the addition is issued. A barrier alone would not wait for them.
@@ -220,7 +177,7 @@ def _read_tokens(qkvz, found, y, old, past, taps, gates, places, real, tokens, s
 #   it is relaxed: a release waits for the state too, an acquire empties L1.
 # - The last program sets the counter to 0, also without a token, for the next token's kernel.
 @jit
-def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL: tl.constexpr):
+def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL: tl.constexpr):
     H: tl.constexpr = s.heads
     CV: tl.constexpr = s.value_dim
     SHARING: tl.constexpr = s.heads // s.key_heads
@@ -250,8 +207,8 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
         inputs = window + token * s.channels
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
-        kept = _pending_gates_at(pending, row, token, head, s)
-        decay, share = _load_gates((kept, kept + _pending_decays(head, s)), rate, bias)
+        b, a = _find_pending(pending, row, token, head, s)
+        decay, share = _decay_and_share(tl.load(b), tl.load(a), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
@@ -275,45 +232,44 @@ def _update_heads(qkvz, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL
     is_first = lane_row == 0
     taps, factors = (key_taps, value_taps), (rate, bias, weight)
     places = keys, values, is_first
-    if qkvz is not None:
-        qkvz += sequence * tokens * s.row
+    if qkv is not None:
+        qkv += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
         y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
+    begin, changes = place * 0, True
     if s.is_one:
-        sums, kept = (key_past, value_past), (state, exists)
-        new = _read_one(qkvz, found, y, old, sums, taps, factors, places, kept, s)
-        if exists:
-            if first > 0:
-                tl.store(pending.first + row * H + head, 0)
-            keep_inputs(window, value_inputs[1:] + new[1:], None, values, tokens, is_first, s)
-            if moves_keys:
-                keep_inputs(window, key_inputs[1:] + new[:1], None, keys, tokens, None, s)
-    else:
-        begin = place * 0
+        DTYPE: tl.constexpr = y.dtype.element_ty
+        loaded = _load_token(qkv, found, keys, values, 0, s)
+        out, factor, new = _take_token(loaded, old, (key_past, value_past), taps, factors, s)
+        if exists:  # first, so that the store is in flight while the head is normalized
+            tl.store(state, tl.reshape(new, state.shape))
+        out = norm_head(out, factor, s, DTYPE)
+        tl.store(y, tl.reshape(out, values.shape).to(DTYPE), mask=is_first)
+        changes = first > 0
+        value_inputs, key_inputs = value_inputs[1:] + loaded[1:2], key_inputs[1:] + loaded[:1]
+    elif qkv is not None:
+        begin, kept = place + 1, _find_pending(pending, row, 0, head, s)
         if s.own > 0:
-            begin, first_value = place + 1, s.first_value + head * CV
-            kept = window, _pending_gates_at(pending, row, 0, head, s), first_value
             own_keys, counts = (keys, key_taps, key_inputs), (real, tokens)
-            read_few(qkvz, found[0], y, few, own_keys, (rate, bias), kept, counts, moves_keys, s)
-        elif qkvz is not None:
-            begin = place + 1
+            kept = window, kept, s.first_value + head * CV
+            read_few(qkv, found, y, few, own_keys, factors, kept, counts, moves_keys, s)
+        else:
             past = key_inputs, value_inputs
-            _read_tokens(qkvz, found, y, old, past, taps, factors, places, real, tokens, s)
-        if exists:
+            _read_tokens(qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s)
+    if exists:
+        if changes:
             tl.store(pending.first + row * H + head, begin)
-            if s.own == 0:  # else it is done
-                if qkvz is not None:
-                    _keep_gates(pending, row, head, found, tokens, s)
-                keep_inputs(window, value_inputs, qkvz, values, tokens, is_first, s)
-                if moves_keys:
-                    keep_inputs(window, key_inputs, qkvz, keys, tokens, None, s)
+        if s.own == 0:  # else it is done
+            keep_inputs(window, value_inputs, qkv, values, tokens, is_first, s)
+            if moves_keys:
+                keep_inputs(window, key_inputs, qkv, keys, tokens, None, s)
     if moves_keys:
         tl.store(arrivals, 0)
 
 
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
 def delta_tokens(
-    qkvz: Tensor,
+    qkv: Tensor,
     gates: list[Tensor],
     state: Tensor,
     pending: list[Tensor],
@@ -326,11 +282,8 @@ def delta_tokens(
 ) -> Tensor:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
 
-    qkvz [B, T, N + H Cv]: q, k and v before the convolution, then the gate. gates: a `Gates`, of ba
-    [B, T, 2 H] alone: beta before its sigmoid, then the decay's input. If it has all three tensors,
-    there is a decay for each channel of a key, and qkvz [B, T, N] has no gate. weights: a
-    `DeltaWeights`. eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H
-    Cv].
+    qkv [B, T, N]: q, k and v before the convolution. gates: a `Gates`. weights: a `DeltaWeights`.
+    eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H Cv].
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
@@ -340,27 +293,26 @@ def delta_tokens(
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.
     """
-    (B, T, _), (H, CK, CV), (N, W) = qkvz.shape, state.shape[1:], weights[0].shape
-    M, K, of_channels = pending[1].shape[1], arrivals.shape[1], len(gates) > 1
-    if of_channels:
-        check_shapes(a=(gates[1], (B, T, H * CK)), output=(gates[2], (B, T, H * CV)))
+    (B, T, _), (H, CK, CV), (N, W) = qkv.shape, state.shape[1:], weights[0].shape
+    M, K, decays = pending[1].shape[1], arrivals.shape[1], len(weights[2])
     check_shapes(
-        qkvz=(qkvz, (B, T, 2 * K * CK + (1 if of_channels else 2) * H * CV)),
-        ba=(gates[0], (B, T, H if of_channels else 2 * H)),
+        qkv=(qkv, (B, T, 2 * K * CK + H * CV)),
+        b=(gates[0], (B, T, H)),
+        a=(gates[1], (B, T, decays)),
+        output=(gates[2], (B, T, H * CV)),
         positions=(positions, (B, T)),
         inputs=(pending[0], (len(state), W - 1 + M, N)),
         norm=(weights[3], (CV,)),
     )
     if T > M:
         raise ValueError(f"{T} tokens, of which only {M} can be pending")
-    qkvz, positions = with_even_rows(qkvz), positions.contiguous()
-    own = Gates(with_even_rows(gates[0]), *(x.contiguous() for x in gates[1:]))
-    rows = qkvz.stride(1), own.ba.stride(1)
-    s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, *rows, of_channels, sigmoid_gate)
-    s = replace(s, **chunk_of(T, s, qkvz.dtype))
-    memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions, last)
-    y = qkvz.new_empty(B, T, H * CV)
-    tensors = qkvz, own, memory, arrivals, y
+    qkv, *own = map(with_even_rows, (qkv, *gates))
+    rows = (x.stride(1) for x in (qkv, *own))
+    s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, decays > H, *rows, sigmoid_gate)
+    s = replace(s, **chunk_of(T, s, qkv.dtype))
+    memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions.contiguous(), last)
+    y = qkv.new_empty(B, T, H * CV)
+    tensors = qkv, Gates(*own), memory, arrivals, y
     launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
     return y
 
@@ -373,9 +325,9 @@ def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
 
 
 @delta_tokens.register_fake
-def _(qkvz: Tensor, gates: list[Tensor], state: Tensor, *rest) -> Tensor:
-    B, T, _ = qkvz.shape
-    return qkvz.new_empty(B, T, state.shape[1] * state.shape[3])
+def _(qkv: Tensor, gates: list[Tensor], state: Tensor, *rest) -> Tensor:
+    B, T, _ = qkv.shape
+    return qkv.new_empty(B, T, state.shape[1] * state.shape[3])
 
 
 def delta_tokens_supports(state: Tensor) -> bool:
@@ -409,7 +361,7 @@ def take_in_pending(
     w, (H, CK, CV), K = DeltaWeights(*weights), state.shape[1:], arrivals.shape[1]
     W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
-        s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, 0, 0, len(w.dt_bias) > H)
+        s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, len(w.dt_bias) > H)
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         tensors = None, None, memory, arrivals, None
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)

@@ -217,50 +217,50 @@ def prepare_few(old, newest, weights, first_value, s: tl.constexpr):
 
 @jit
 def _pending_tile(channels, tokens, s: tl.constexpr):
-    """Return where a call's tokens have channels, in rows of qkvz and of the window, and a mask."""
+    """Return where a call's tokens have channels, in rows of qkv and of the window, and a mask."""
     row, channels = tl.arange(0, s.rows)[:, None], channels[None, :]
     exists = (row < tokens) & (channels >= 0)
     return row * s.row + channels, (row + s.width - 1) * s.channels + channels, exists
 
 
 @jit
-def read_few(qkvz, found, y, few, own_keys, gates, kept, counts, moves_keys, s: tl.constexpr):
+def read_few(qkv, found, y, few, own_keys, gates, kept, counts, moves_keys, s: tl.constexpr):
     """Store what the call's tokens read of a head, normalized, and make them the pending ones.
 
-    found: where the first token has b. few: of `prepare_few`. own_keys: channels of q and k, their
+    found: as of `delta._find_gates`. few: of `prepare_few`. own_keys: channels of q and k, their
     taps, and their inputs before the call. gates: the decay's rate and bias. kept: the window,
-    where the first pending token has b, and the first channel of v. counts: real tokens, and all.
-    moves_keys: whether to store q's and k's inputs, too.
+    where the first pending token has b and a, and the first channel of v. counts: real tokens, and
+    all. moves_keys: whether to store q's and k's inputs, too.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
     parts, values, value_taps, value_past, weight = few
     keys, key_taps, key_past = own_keys
-    window, pending_b, first_value = kept
+    window, pending_gates, first_value = kept
     real, tokens = counts
     key_inputs, value_inputs = key_past, value_past
     for n in tl.static_range(s.own):
-        token, end = qkvz + n * s.row, tl.where(n < tokens, s.channels, 0)
+        token, end = qkv + n * s.row, tl.where(n < tokens, s.channels, 0)
         key_inputs = key_inputs + (tl.load(token + keys, mask=keys < end, other=0.0),)
         value_inputs = value_inputs + (tl.load(token + values, mask=values < end, other=0.0),)
     token, columns = tl.arange(0, s.rows), tl.arange(0, s.value_dim)
     row, exists = token[:, None], token < tokens
-    own = found + token * s.ba_row
-    b, a = tl.load(own, mask=exists, other=0.0), tl.load(own + s.heads, mask=exists, other=0.0)
+    b = tl.load(found[0] + token * s.b_row, mask=exists, other=0.0)
+    a = tl.load(found[1] + token * s.a_row, mask=exists, other=0.0)
     at_values, kept_values, are_values = _pending_tile(first_value + columns, tokens, s)
     at_keys, kept_keys, are_keys = _pending_tile(keys, tokens, s)
-    gate = tl.load(qkvz + s.outputs + at_values, mask=are_values, other=0.0).to(tl.float32)
-    value_tile = tl.load(qkvz + at_values, mask=are_values)  # again: 16 bytes of a thread at once
-    key_tile = tl.load(qkvz + at_keys, mask=are_keys)
+    at_gate = found[2] + (row * s.output_row + (first_value + columns)[None, :])
+    gate = tl.load(at_gate, mask=are_values, other=0.0).to(tl.float32)
+    value_tile = tl.load(qkv + at_values, mask=are_values)  # again: 16 bytes of a thread at once
+    key_tile = tl.load(qkv + at_keys, mask=are_keys)
     g, beta = _chunk_gates(b, a, gates[0], gates[1], real, s)
     q, k = _key_rows(_convolve_chunk(key_inputs, key_taps, s.own, s), s)
     v = _value_rows(_convolve_chunk(value_inputs, value_taps, s.own, s))
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate
     factor = tl.where(row < real, factor * weight, 0.0)
-    pending_b += token * s.gates
     if real > 0:  # in flight while the state is read
-        tl.store(pending_b, b, mask=exists)
-        tl.store(pending_b + s.heads, a, mask=exists)
+        tl.store(pending_gates[0] + token * s.gates, b, mask=exists)
+        tl.store(pending_gates[1] + token * s.gates, a, mask=exists)
         is_first = tl.arange(0, 2 * s.value_dim) < s.value_dim
         keep_inputs(window, value_past, None, values, tokens, is_first, s)
         tl.store(window + kept_values, value_tile, mask=are_values)

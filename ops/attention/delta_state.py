@@ -59,17 +59,18 @@ class DeltaSettings:
     eps: float  # the gated norm's
     is_one: bool  # a call has one token
     most: int  # M
-    row: int  # numbers from one token's qkvz to the next one's
-    ba_row: int
-    channel_decay: bool = False  # a head has a decay for each channel, and its gate is apart
+    channel_decay: bool  # a head has a decay for each channel
+    # Numbers from one token's qkv to the next one's, and of its `Gates`.
+    row: int = 0
+    b_row: int = 0
+    a_row: int = 0
+    output_row: int = 0
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
     own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
     precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
     gates = property(lambda s: s.heads * (1 + (s.key_dim if s.channel_decay else 1)))
-    decays = property(lambda s: s.heads * s.key_dim)  # numbers of `Gates.a`
-    outputs = property(lambda s: s.heads * s.value_dim)  # numbers of the result
     channels = property(lambda s: s.first_value + s.heads * s.value_dim)
     first_value = property(lambda s: 2 * s.key_heads * s.key_dim)  # the first channel of v
     warp_columns = property(lambda s: max(4, s.value_dim // WARPS))
