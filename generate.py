@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cli.before_imports import create_context, keep_bytecode
+from cli.before_imports import create_context, hash_ahead, keep_bytecode
 from cli.chat import Chat, greeting, model_name, read_requests
 from cli.command import check_stdout, command
 from cli.compile_cache import use_compile_cache
@@ -45,7 +45,7 @@ from cli.startup import check_arguments
 from hub.manage import manage, manage_and_exit, read_model_ahead
 
 if __name__ == "__main__":
-    early = keep_bytecode, start_before_imports, create_context, read_model_ahead
+    early = keep_bytecode, start_before_imports, create_context, hash_ahead, read_model_ahead
     check_arguments(build_parser, check_options, manage_and_exit, *early)
 
 import torch

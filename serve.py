@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cli.before_imports import create_context, keep_bytecode
+from cli.before_imports import create_context, hash_ahead, keep_bytecode
 from cli.command import command
 from cli.compile_helper import start_before_imports
 from cli.log import log_to_stderr
@@ -23,7 +23,7 @@ from cli.startup import check_arguments
 from hub.manage import read_model_ahead
 
 if __name__ == "__main__":
-    early = keep_bytecode, start_before_imports, create_context, read_model_ahead
+    early = keep_bytecode, start_before_imports, create_context, hash_ahead, read_model_ahead
     check_arguments(build_parser, check_options, *early)
 
 import torch

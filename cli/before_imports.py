@@ -2,6 +2,7 @@
 
     keep_bytecode     let Python keep what it compiles of torch's sources
     create_context    start CUDA
+    hash_ahead        let Triton hash its compiler
     load_libraries    load torch's libraries
     read_ahead        read a model's files into the page cache
 
@@ -26,6 +27,7 @@ from cli.free_memory import free_host_memory
 
 PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
 WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+hashing: list[threading.Thread] = []  # at most one
 
 
 def find_torch() -> str | None:
@@ -56,12 +58,16 @@ def keep_bytecode(options: argparse.Namespace) -> None:
         os.environ.pop(WITHOUT_BYTECODE, None)
 
 
+def may_have_gpu(options: argparse.Namespace) -> bool:
+    return options.device != "cpu" and NVIDIA.exists()
+
+
 def create_context(options: argparse.Namespace) -> threading.Thread | None:
     """Create the first GPU's CUDA context in a thread; torch then finds it.
 
     It takes 0.3 to 0.5 s, in which the driver does not hold Python's lock.
     """
-    if options.device == "cpu" or not NVIDIA.exists():
+    if not may_have_gpu(options):
         return None
     # No daemon: the process must not end while the driver starts.
     thread = threading.Thread(target=retain_context, name="CUDA context")
@@ -77,6 +83,34 @@ def retain_context() -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if start(0) == 0 and get(ctypes.byref(device), 0) == 0:
             retain(ctypes.byref(context), device)
+
+
+def hash_ahead(options: argparse.Namespace) -> None:
+    if may_have_gpu(options) and not options.dry_run:
+        start_hashing()
+
+
+def start_hashing() -> None:
+    """Let Triton hash its compiler in a thread: a part of all keys of its cache.
+
+    The compiler has 400 MB, which takes 0.3 to 0.4 s. Triton remembers the result.
+    """
+    if not hashing:
+        hashing.append(threading.Thread(target=hash_triton, name="hash of Triton", daemon=True))
+        hashing[0].start()
+
+
+def hash_triton() -> None:
+    with suppress(ImportError):  # no Triton, or another version
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def wait_for_hash() -> None:
+    """Return when the thread of `start_hashing` has ended: a launch would hash once more."""
+    for thread in hashing:
+        thread.join()
 
 
 def load_libraries() -> None:

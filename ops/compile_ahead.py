@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pkgutil
 import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -43,23 +42,6 @@ except ImportError:  # another version of Triton
 LEAVE_FREE = 2  # cores, for the process that waits
 # Modules that Triton imports when it first compiles a kernel.
 COMPILER = "triton.compiler.code_generator", "triton.experimental.gluon"
-hashing: list[threading.Thread] = []  # at most one
-
-
-def start_hashing() -> None:
-    """Hash Triton's compiler in a thread: a part of all keys of its cache, which it remembers.
-
-    The compiler has 400 MB, so that the first launch would wait 0.3 to 0.4 s for it.
-    """
-    if triton_key is not None and not hashing:
-        hashing.append(threading.Thread(target=triton_key, name="hash of Triton", daemon=True))
-        hashing[0].start()
-
-
-def wait_for_hash() -> None:
-    """Return when the thread of `start_hashing` has ended: a launch would hash once more."""
-    for thread in hashing:
-        thread.join()
 
 
 def encode(value) -> object:

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from cli.before_imports import start_hashing, wait_for_hash
 from cli.compile_helper import MARKERS, start, started, stop
-from ops.compile_ahead import cache_folder, code_of, signature, start_hashing, wait_for_hash
+from ops.compile_ahead import cache_folder, code_of, signature
 from ops.gpu import Gpu
 from ops.launch import triton
 

@@ -73,7 +73,7 @@ NARROWER = {
 }
 # Packages from outside of the standard library, for the units that may import few.
 THIRD_PARTY = {
-    "cli": set(),
+    "cli": {"triton"},
     "ops": {"torch", "triton"},
     "model": {"torch"},
     "formats": {"torch", "tqdm"},
@@ -92,6 +92,10 @@ INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/inductor_tuning.py"}
 SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
+    "cli/before_imports.py": (
+        {"triton.runtime.cache"},
+        "in a thread, while torch is imported; it may be missing",
+    ),
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
     "gguf_files/views.py": ({"gguf"}, "it takes 0.03 s; few files have types that need it"),
     "ops/inductor.py": (

@@ -15,7 +15,6 @@ import pytest
 from cli import before_imports
 from cli.command import command
 from hub.manage import read_model_ahead
-from ops import compile_ahead
 
 ROOT = Path(__file__).parents[1]
 # Print where Python keeps bytecode, here and in a child: after `keep_bytecode`, and with a torch.
@@ -183,18 +182,24 @@ def test_garbage_is_collected_from_main_on():
 
 def test_triton_is_hashed_once(monkeypatch):
     hashed = []
-    monkeypatch.setattr(compile_ahead, "hashing", [])
-    monkeypatch.setattr(compile_ahead, "triton_key", lambda: hashed.append(1))
-    compile_ahead.wait_for_hash()
+    cache = types.ModuleType("triton.runtime.cache")
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, cache.__name__, cache)
+    monkeypatch.setattr(before_imports, "hashing", [])
+    cache.triton_key = lambda: hashed.append(1)
+    before_imports.wait_for_hash()
     assert not hashed
     for _ in range(2):
-        compile_ahead.start_hashing()
-        compile_ahead.wait_for_hash()
+        before_imports.start_hashing()
+        before_imports.wait_for_hash()
     assert hashed == [1]
-    monkeypatch.setattr(compile_ahead, "hashing", [])
-    monkeypatch.setattr(compile_ahead, "triton_key", None)  # another version of Triton
-    compile_ahead.start_hashing()
-    assert not compile_ahead.hashing
+
+
+def test_another_version_of_triton_is_not_hashed(monkeypatch):
+    name = "triton.runtime.cache"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    before_imports.hash_triton()
 
 
 def test_the_tokenizer_is_loaded_while_torchs_libraries_are():

@@ -8,8 +8,12 @@ from torch import Tensor
 
 
 def rope_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Return the angle, in radians per position, of each pair of numbers: fp32 [rotary_dim / 2]."""
-    return theta ** -(torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
+    """Return the angle, in radians per position, of each pair of numbers: fp32 [rotary_dim / 2].
+
+    The CPU computes them: loading CUDA's kernels for these operations takes 0.1 s.
+    """
+    numbers = torch.arange(0, rotary_dim, 2, device="cpu").float()
+    return (theta ** -(numbers / rotary_dim)).to(device)
 
 
 def rope_table(frequencies: Tensor, length: int, scale: float = 1.0, unrotated: int = 0) -> Tensor:
