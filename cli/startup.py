@@ -25,9 +25,6 @@ from collections.abc import Callable
 from cli.command import command, end_at_once
 from cli.parser import Parser
 
-# How long a thread may keep Python's lock while another waits. Threads that start CUDA and read
-# files give it back often, and each import waits for it as often.
-SWITCH_SECONDS = 1e-4
 Check = Callable[[argparse.Namespace], None]
 
 
@@ -53,7 +50,6 @@ def check_arguments(build_parser: Callable[[], Parser], *checks: Check) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)  # `cli.command.command` restores it
     gc.disable()  # so does it this
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def require_extra(reason: str, extra: str, *packages: str) -> None:
