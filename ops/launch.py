@@ -72,8 +72,7 @@ class Kernel(triton.JITFunction if triton else object):
     recorded: list[tuple] | None = None  # within `compile_only`: arguments of `check_needs`
     # Within `collect_only`: kernel, types of its arguments, options.
     collected: list[tuple] | None = None
-
-    is_made = True  # of an instance: whether Triton has read its source
+    is_made = True  # Triton has read the source: False until a kernel is first used
 
     def __init__(self, function, **options):
         self.fn, self.options, self.is_made = function, options, False
