@@ -80,7 +80,7 @@ class Kernel(triton.JITFunction if triton else object):
         self.fitting: dict[tuple, object] = {}  # of `fit`
 
     def __getattr__(self, name: str):
-        """Let Triton read the source at the first look: most kernels are not a model's."""
+        """Let Triton read the source when it is first needed: a model uses few kernels."""
         with MAKING:
             if not self.is_made:
                 self.is_made = True
