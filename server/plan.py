@@ -119,6 +119,8 @@ def prompt_errors(name: str | None, length: int) -> Iterator[None]:
     """
     try:
         yield
+    except ValidationError:  # a ValueError, whose text has several lines
+        raise
     except TokenizerUnavailableError as error:
         raise APIError(str(error), 503) from None
     except PromptTooLongError as error:

@@ -840,6 +840,46 @@ def test_bad_messages_are_refused(running, messages):
     assert found.status_code == 400 and "message" in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": ""}]}, None),
+        ({"prompt": 5}, "prompt"),
+        ({}, None),
+    ),
+)
+def test_what_cannot_be_tokenized_is_refused_in_one_line(running, body, param):
+    found = httpx.post(f"{running.url}/tokenize", json=body)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["param"] == param
+    assert "\n" not in error["message"] and "pydantic" not in error["message"]
+
+
+def test_an_empty_chat_is_told_what_it_lacks(running):
+    for content in ("", []):
+        found = running.post(
+            "chat/completions", json={"messages": [{"role": "user"} | {"content": content}]}
+        )
+        error = found.json()["error"]
+        assert found.status_code == 400 and error["param"] == "messages"
+        assert error["message"].startswith("the messages have no text")
+
+
+def test_a_route_names_the_methods_that_it_allows(running):
+    for method, path, allowed in (
+        ("PUT", "/v1/models", {"GET", "HEAD"}),
+        ("GET", "/v1/completions", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+    ):
+        found = httpx.request(method, running.url + path)
+        assert found.status_code == 405
+        assert set(found.headers["allow"].split(", ")) == allowed
+
+
 def test_the_client_raises_its_own_errors(running):
     with pytest.raises(openai.BadRequestError) as caught:
         running.complete("x" * 1000)
