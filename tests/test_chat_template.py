@@ -35,6 +35,14 @@ def call(arguments, name: str = "f") -> dict:
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def test_what_an_answer_sets_is_not_known_after_it():
+    """`{% generation %}` is a scope in transformers, too."""
+    answer = "{% generation %}{% set a = 2 %}{{ a }}{{ b }}{% endgeneration %}"
+    source = "{% set a = 1 %}{% set b = 3 %}" + answer + "{{ a }}"
+    assert render(source, USER) == "231"
+    assert render("{% for m in messages %}" + answer + "{{ loop.index }}{% endfor %}", USER) == "21"
+
+
 # Names --------------------------------------------------------------------------------------------
 
 
