@@ -50,7 +50,7 @@ class ModelName(NamedTuple):
 def format_names() -> tuple[str, ...]:
     """Return the keys of `formats.FORMATS`, in order, from its source: no torch is imported."""
     registry = Path(__file__).parents[1] / "formats" / "__init__.py"
-    for statement in ast.parse(registry.read_text()).body:
+    for statement in ast.parse(registry.read_text("utf-8")).body:
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "FORMATS":
             return tuple(key.value for key in statement.value.keys)
     raise LookupError(f"{registry} has no literal FORMATS")

@@ -101,10 +101,13 @@ class Session(Prompts):
                     "this model?"
                 )
             if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
-                left = max(0, self.max_seq_len - len(ids))
+                left = self.max_seq_len - len(ids)
+                fix = f"ask for at most {left} with --max_new_tokens"
+                if left < 1:
+                    fix = "shorten the prompt"
                 raise ValueError(
                     f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len "
-                    f"{self.max_seq_len}: raise it, or ask for at most {left} with --max_new_tokens"
+                    f"{self.max_seq_len}: raise it, or {fix}"
                 )
 
     def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
