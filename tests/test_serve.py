@@ -1238,7 +1238,9 @@ def command(*arguments: str, **options) -> subprocess.Popen:
     ("arguments", "message"),
     (
         ("--host 0.0.0.0", "--host 0.0.0.0 can be reached by others: add --api_key"),
-        ("--host 0.0.0.0 --api_key=", "--api_key: it must be ASCII text, and not empty"),
+        ("--host 0.0.0.0 --api_key=", "--api_key: it must be printable ASCII text, and not empty"),
+        ("--api_key é", "--api_key: it must be printable ASCII text, and not empty"),
+        ("--api_key a\x00b", "--api_key: it must be printable ASCII text, and not empty"),
         ("--max_queue 0", "--max_queue 0: it must be at least 1"),
         ("--port 70000", "--port 70000: it must be from 0 to 65535"),
         ("--time_limit nan", "--time_limit nan: it must be above 0"),
@@ -1257,6 +1259,9 @@ def test_a_key_may_come_from_the_environment(monkeypatch):
     options = build_parser().parse_args(["--host", "0.0.0.0"])
     check_options(options)
     assert options.api_key == "secret"
+    monkeypatch.setenv("MOE_FAST_API_KEY", "se cret\r\n")  # of a file
+    check_options(options := build_parser().parse_args([]))
+    assert options.api_key == "se cret"
 
 
 def test_a_taken_port_is_one_line(monkeypatch, capsys):
