@@ -408,5 +408,5 @@ def _check_text(text: str) -> None:
 
 def _escape_slashes(pattern: str) -> str:
     """Return a pattern that can stand between slashes on one line."""
-    escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.S)
-    return escaped.replace("\n", r"\n")
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|[/\n]", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.S)

@@ -116,6 +116,9 @@ def test_regex_and_lark_and_tool_calls(tokens):
     pattern = r"[a-c]{2}/\d+\.x"
     text = walk(Constraint(tokens, constraints.regex(pattern)), random.Random(0))
     assert re.fullmatch(pattern, text)
+    for pattern in ("a\\\nb", "a\nb", r"a\nb", r"\\n/\/"):  # a new line, escaped or not
+        text = walk(Constraint(tokens, constraints.regex(pattern)), random.Random(0))
+        assert re.fullmatch(pattern, text)
     text = walk(Constraint(tokens, constraints.lark('start: "yes" | "no"')), random.Random(0))
     assert text in ("yes", "no")
     tools = [("add", SCHEMAS[8]), ("stop", None)]
