@@ -14,6 +14,8 @@ from chat_template import ChatTemplate
 from checkpoint import Writer
 from hub.client import wanted
 from models.converter import Conversion
+from server.errors import APIError
+from server.plan import Limits, read_request
 from server.tokenizing import chat_ids
 from tokenizer import load_tokenizer
 
@@ -254,6 +256,18 @@ def test_the_markers_of_written_calls_are_control_tokens(tmp_path):
 
 
 # Reasoning ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_no_tokens_is_refused(tmp_path):
+    """Mistral's templates write a system message in the user's."""
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path, template=source)
+    for content in ("x", ""):
+        body = {"messages": [{"role": "system", "content": "Be short."}]}
+        body["messages"] += [{"role": "user", "content": content}] * (content == "")
+        with pytest.raises(APIError, match="the messages resulted in no tokens") as caught:
+            read_request(json.dumps(body).encode(), True, tokenizer, Limits(99, 999))
+        assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
