@@ -216,7 +216,7 @@ def with_arguments(call: dict) -> dict:
 class _GenerationTag(Extension):
     """Renders the contents of `{% generation %}`, which marks answers for training.
 
-    As in transformers it is a scope: what is set inside of it is not known after it.
+    As in transformers it is a scope: code after it does not see the variables that it sets.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's protocol)

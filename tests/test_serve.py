@@ -878,6 +878,8 @@ def test_a_route_names_the_methods_that_it_allows(running):
         found = httpx.request(method, running.url + path)
         assert found.status_code == 405
         assert set(found.headers["allow"].split(", ")) == allowed
+    found = httpx.get(f"{running.url}/{'a' * 9_999}")
+    assert found.status_code == 404 and len(found.json()["error"]["message"]) < 120
 
 
 def test_the_client_raises_its_own_errors(running):
@@ -1259,7 +1261,7 @@ def test_a_key_may_come_from_the_environment(monkeypatch):
     options = build_parser().parse_args(["--host", "0.0.0.0"])
     check_options(options)
     assert options.api_key == "secret"
-    monkeypatch.setenv("MOE_FAST_API_KEY", "se cret\r\n")  # of a file
+    monkeypatch.setenv("MOE_FAST_API_KEY", "se cret\r\n")
     check_options(options := build_parser().parse_args([]))
     assert options.api_key == "se cret"
 

@@ -260,7 +260,7 @@ class KimiParser(CallParser):
         section, section_end, begin, end, argument = map(self.marker, self.tokens)
         name, first = NAME.replace(":", ""), re.escape(begin) if self.opener == section else ""
         head = rf"\s*(?:functions\.)?({name})(?::\d+)?\s*{re.escape(argument)}\s*"
-        ends = beginnings(end, section_end)  # of a call without arguments
+        ends = beginnings(end, section_end)  # arguments may be missing
         given = rf"{re.escape(argument)}\s*({ends})?|{beginnings(argument)}"
         partial = rf"\s*(({name})(:\d*)?\s*({given})?)?"
         begun = rf"|\s*({beginnings(begin)})" if first else ""
