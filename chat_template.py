@@ -214,13 +214,17 @@ def with_arguments(call: dict) -> dict:
 
 
 class _GenerationTag(Extension):
-    """Renders the contents of `{% generation %}`, which marks answers for training."""
+    """Renders the contents of `{% generation %}`, which marks answers for training.
+
+    As in transformers it is a scope: code after it does not see the variables that it sets.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's protocol)
 
     def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def _raise_exception(message: str):

@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 from cli.checkpoint_options import build_parser
 from cli.command import command, printable
-from cli.files import check_regular, read_regular
+from cli.files import check_regular, lfs_pointer, read_regular
 from cli.pipeline import ahead
+from cli.report import in_bytes
 from cli.safetensors_output import Entry, FileRange, Run, SafetensorsOutput, file_order
 from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
 from cli.startup import check_arguments
@@ -160,8 +161,8 @@ class SafetensorsFile:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}") from None
         except SafetensorError as error:
             cause = describe_header_error(error)
-            fix = "fetch or convert it again"
-            raise ValueError(f"{self.path} is damaged or truncated ({cause}); {fix}") from None
+            damage = f"{self.path} is damaged or truncated ({cause}); fetch or convert it again"
+            raise ValueError(lfs_pointer(self.path) or damage) from None
 
     def _read_header(self):
         with safe_open(self.path, framework="pt") as file:
@@ -457,7 +458,7 @@ class Writer:
         """Raise ValueError now if the disk has fewer than `size` bytes left."""
         free = shutil.disk_usage(self.directory).free
         if free < size:
-            need = f"needs {size / 1e9:.1f} GB of disk space, and {free / 1e9:.1f} GB are free"
+            need = f"needs {in_bytes(size)} of disk space, and {in_bytes(free)} are free"
             raise ValueError(f"{self.target} {need}: free some, or name another place")
 
     def __exit__(self, kind, error, traceback):

@@ -379,9 +379,19 @@ def run(options: argparse.Namespace) -> list[dict]:
         recorder.write()
     if options.profile and process_group.is_main():
         profile.export_chrome_trace(str(options.profile))
-        if not options.profile.is_file() or not options.profile.stat().st_size:
-            raise ValueError(f"--profile {options.profile}: it could not be written")
+        check_trace(options.profile)
     return results
+
+
+def check_trace(path: Path) -> None:
+    """Raise ValueError unless a trace is whole: the profiler keeps silent about a full disk."""
+    end = b""
+    if path.is_file():
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - 16))
+            end = stream.read().rstrip()
+    if not end.endswith(b"}"):
+        raise ValueError(f"--profile {path}: it could not be written; free some space")
 
 
 def prepare_session(

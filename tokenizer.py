@@ -47,7 +47,8 @@ class Tokenizer:
     Attributes:
         vocab_size: number of ids; the model's embedding may have more rows (padding), never fewer.
         bos_id: id of the beginning-of-sequence token, or None.
-        stop_ids: ids that end an answer.
+        stop_ids: ids that end an answer: those of generation_config.json, else of config.json, and
+            the tokenizer's end token, if these name none or there is a chat template.
         has_chat_template: whether `chat` and `chat_text` can be called.
     """
 
@@ -67,9 +68,9 @@ class Tokenizer:
             or _eos_ids(directory / "config.json")
             or (() if eos_id is None else (eos_id,))
         )
+        ends = []
         if all(vocabulary.find(name) is not None for name in HARMONY):
             ends = [id for id in map(vocabulary.find, HARMONY_ENDS) if id is not None]
-            self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *ends]))
         add_bos = config.get("add_bos_token")
         if add_bos not in (True, False, None):
             fix = "make it true or false"
@@ -83,6 +84,11 @@ class Tokenizer:
             for name, source in read_sources(directory, config).items()
         }
         self.has_chat_template: bool = bool(self.templates)
+        # Models tuned for chats end a message by this token, and often have the generation_config
+        # of their base model, which lacks it.
+        if self.has_chat_template and eos_id is not None:
+            ends.append(eos_id)
+        self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *ends]))
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
 
     @cached_property

@@ -1,11 +1,12 @@
 """Compare the machine code of all kernel launches of models, before and after a change.
 
-    python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --json before.json
-    python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json
+    PYTHONPATH=. python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --json before.json
+    PYTHONPATH=. python benchmarks/kernel_ptx.py --case Qwen3-30B-A3B:int4 --compare before.json
 
-Needs no GPU: kernels are compiled for sm_90 (tests/gpu_launches.py). Names of kernels and of
-parameters do not count, and parameters that are not read do not either. Prints how launches
-differ ("order": the same instructions in another order), and exits with 1 if some do.
+Needs no GPU: kernels are compiled for sm_90 by tests/gpu_launches.py, which is not installed.
+Names of kernels and of parameters do not count, and parameters that are not read do not either.
+Prints how launches differ ("order": the same instructions in another order), and exits with 1 if
+some do.
 """
 
 import hashlib

@@ -5,12 +5,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from cli.answer_printer import AnswerPrinter
 from cli.clipboard import copy_text
 from cli.command import printable
-from cli.conversation import Conversation, load_messages, load_tools, save_messages
+from cli.conversation import (
+    Conversation,
+    load_messages,
+    load_tools,
+    named_file,
+    save_messages,
+)
 from cli.report import format_statistics, format_turn
 from cli.terminal import ctrl_c_flag, edit_text, read_messages
 
@@ -49,9 +54,9 @@ def read_requests(last_message: Callable[[], str | None] = lambda: None) -> Iter
             if name == "/help":
                 print(HELP, file=sys.stderr)
             elif name == "/load":
-                yield name, load_messages(Path(text).expanduser())
+                yield name, load_messages(named_file(text))
             elif name == "/tools":
-                yield name, load_tools(Path(text).expanduser()) if text else []
+                yield name, load_tools(named_file(text)) if text else []
             elif name == "/edit" and not text:
                 if changed := edit_text(last_message()):
                     yield name, changed
@@ -149,7 +154,7 @@ class Chat:
             self.take(given)
         elif name == "/save":
             if not self.silent:
-                self.save(Path(given).expanduser())
+                self.save(given)
         else:
             getattr(self, "do_" + name[1:])(given)
         if name in ("/system", "/reset", "/load"):
@@ -194,9 +199,10 @@ class Chat:
         if not self.answer_again(None):
             self.retries -= 1
 
-    def save(self, path: Path) -> None:
+    def save(self, name: str) -> None:
         """Write the conversation to a file, or say why not."""
         try:
+            path = named_file(name)
             save_messages(self.conversation.messages, path)
         except ValueError as error:
             self.say(f"error: {error}")

@@ -223,7 +223,7 @@ def end_at_once(number: int, frame) -> None:
 
 
 def open_standard_streams() -> None:
-    """Point closed standard streams at /dev/null, and let no character fail to print.
+    """Point closed standard streams at /dev/null, and let no character fail to print or be read.
 
     A closed descriptor 1 or 2 would be given to the next file opened, and receive what is printed.
     A closed stdout can only be read, so that printing a result fails with EBADF.
@@ -240,6 +240,8 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text: the tokenizer names them
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def check_stdout() -> None:

@@ -76,22 +76,40 @@ class Conversation:
 
 def load_messages(path: Path) -> list[dict]:
     """Return the messages of a file. Raises ValueError for a file that holds no conversation."""
-    try:
-        if not path.is_file():
-            raise ValueError(f"{path} is no file: give one written by /save")
-        if path.stat().st_size > MAX_FILE:
-            raise ValueError(f"{path} is over {MAX_FILE >> 20} MiB: give one written by /save")
-        messages = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(describe_os_error(error)) from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: give one written by /save") from None
-    except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is not JSON: give one written by /save") from None
+    messages = read_json(path, "give one written by /save")
     if not is_conversation(messages):
         fix = 'it must be a list of {"role": "user" or "assistant", "content": text}'
         raise ValueError(f"{path} holds no conversation: {fix}")
     return [{key: message[key] for key in KEPT if key in message} for message in messages]
+
+
+def named_file(name: str) -> Path:
+    """Return the path that a user has typed; ~ stands for a home. Raises ValueError."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{name}: there is no such home directory: give another path") from None
+
+
+def read_json(path: Path, fix: str) -> object:
+    """Return the JSON of a file. Raises ValueError with the fix for other files.
+
+    A device or a FIFO might never end.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file: {fix}")
+        if path.stat().st_size > MAX_FILE:
+            raise ValueError(f"{path} is over {MAX_FILE >> 20} MiB: {fix}")
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(describe_os_error(error, str(path))) from None
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text: {fix}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON: {fix}") from None
 
 
 def is_conversation(messages: object) -> bool:
@@ -128,12 +146,7 @@ def is_calls(calls: object) -> bool:
 
 def load_tools(path: Path) -> list[dict]:
     """Return the functions of a file, as in OpenAI's API. Raises ValueError if it has none."""
-    try:
-        tools = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(describe_os_error(error)) from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON: give a list of functions") from None
+    tools = read_json(path, "give a list of functions")
     found = [as_tool(tool) for tool in tools] if isinstance(tools, list) else []
     if not found or None in found:
         fix = 'give a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
@@ -146,9 +159,11 @@ def as_tool(value: object) -> dict | None:
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None
-    if not isinstance(function.setdefault("parameters", {"type": "object"}), dict):
+    given = {key: part for key, part in function.items() if part is not None}
+    function = {"description": "", "parameters": {"type": "object"}, **given}
+    if not isinstance(function["parameters"], dict):
         return None
-    return {"type": "function", "function": {"description": "", **function}}
+    return {"type": "function", "function": function}
 
 
 def save_messages(messages: list[dict], path: Path) -> None:
@@ -164,7 +179,7 @@ def save_messages(messages: list[dict], path: Path) -> None:
             raise ValueError(f"{why}: give another name") from None
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        part.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
+        part.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", "utf-8")
         part.replace(path)
     except UnicodeEncodeError:  # half of a surrogate pair
         part.write_text(json.dumps(messages, indent=1) + "\n")
@@ -172,4 +187,4 @@ def save_messages(messages: list[dict], path: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise ValueError(describe_os_error(error)) from None
+        raise ValueError(describe_os_error(error, str(path))) from None

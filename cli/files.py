@@ -5,6 +5,7 @@ import os
 import stat
 from pathlib import Path
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_READ = 1 << 30  # bytes; the largest tokenizer.json and index have tens of megabytes
 
 
@@ -26,6 +27,16 @@ def check_regular(path: Path, status: os.stat_result | None = None) -> None:
     """Raise OSError unless a file is a regular one. status: default: that of the path."""
     if not stat.S_ISREG((status or path.stat()).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def lfs_pointer(path: Path) -> str:
+    """Return what to do about a file for which `git clone` left a pointer; "" for any other."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return ""
+    return f"{path} is a pointer of Git LFS: run git lfs pull in its folder" if is_pointer else ""
 
 
 def is_own_file(path: Path) -> bool:

@@ -224,8 +224,9 @@ def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -
     if options.max_new_tokens is None:
         options.max_new_tokens = min(DEFAULT_NEW_TOKENS, left) or DEFAULT_NEW_TOKENS
     if options.max_new_tokens > left:
-        raise ValueError(
-            f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {owner} {limit} "
-            f"positions: shorten the prompt or ask for at most {left} with --max_new_tokens"
-        )
+        cause = f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {owner}"
+        fix = f"shorten the prompt or ask for at most {left} with --max_new_tokens"
+        if not left:
+            fix = f"shorten the prompt to less than {limit} tokens"
+        raise ValueError(f"{cause} {limit} positions: {fix}")
     return given or longest + options.max_new_tokens

@@ -15,6 +15,8 @@ UNRECORDED = PLAIN, "mxfp4", "fp8b"
 PUBLISHED = *UNRECORDED, "nvfp4", "int4", "uint4", "fp8", "int8"
 MODEL_NAME = "OWNER/NAME[:FORMAT]"
 PART = r"\w(?:[.-]?\w)*"  # the Hub's rule: neither "--" nor "..", no dash or dot at either end
+# Before the name, in a page's address and in the names of Ollama and llama.cpp.
+HUB_ADDRESS = r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 
 
 class ModelName(NamedTuple):
@@ -50,7 +52,7 @@ class ModelName(NamedTuple):
 def format_names() -> tuple[str, ...]:
     """Return the keys of `formats.FORMATS`, in order, from its source: no torch is imported."""
     registry = Path(__file__).parents[1] / "formats" / "__init__.py"
-    for statement in ast.parse(registry.read_text()).body:
+    for statement in ast.parse(registry.read_text("utf-8")).body:
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "FORMATS":
             return tuple(key.value for key in statement.value.keys)
     raise LookupError(f"{registry} has no literal FORMATS")
@@ -62,10 +64,17 @@ def models_folder() -> Path:
 
 
 def parse_model_name(text: str) -> ModelName:
-    """Return the parts of OWNER/NAME[:FORMAT]. Raises ValueError for anything else."""
-    repo_id, colon, format = text.partition(":")
+    """Return the parts of OWNER/NAME[:FORMAT], also of a page's address on the Hub.
+
+    Raises ValueError for anything else.
+    """
+    repo_id, colon, format = re.sub(HUB_ADDRESS, "", text).partition(":")
+    repo_id = repo_id if colon else repo_id.removesuffix("/")
     if not re.fullmatch(f"{PART}/{PART}", repo_id, re.ASCII) or len(repo_id) > 96:
-        raise ValueError(f"{text[:100]!r} is no name of a model: give it as {MODEL_NAME}")
+        fix = f"give it as {MODEL_NAME}"
+        if text.startswith(("/", ".", "~")):
+            fix += ", or a path as --checkpoint_path"
+        raise ValueError(f"{text[:100]!r} is no name of a model: {fix}")
     if colon and not re.fullmatch(r"\w+(?:-\w+)*", format, re.ASCII):
         known = ", ".join((PLAIN, *format_names()))
         raise ValueError(f"{text[:100]!r} names no format: give one of {known} after the colon")

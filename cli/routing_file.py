@@ -50,4 +50,5 @@ class RoutingRecorder:
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
-            raise ValueError(f"--save_routing: {describe_os_error(error)}") from None
+            why = describe_os_error(error, str(self.path))
+            raise ValueError(f"--save_routing: {why}") from None

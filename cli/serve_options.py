@@ -105,8 +105,11 @@ def check_options(options: argparse.Namespace) -> None:
     if options.api_key is None:
         options.api_key = os.environ.get("MOE_FAST_API_KEY")
     key = options.api_key
-    if key is not None and (not key.isascii() or not key.strip()):
-        raise ValueError("--api_key: it must be ASCII text, and not empty")
+    if key is not None:
+        # A file's key may end in a new line, which a header cannot have.
+        key = options.api_key = key.strip()
+        if not (key and key.isascii() and key.isprintable()):
+            raise ValueError("--api_key: it must be printable ASCII text, and not empty")
     if options.host not in LOCAL_HOSTS and key is None:
         raise ValueError(
             f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"

@@ -86,10 +86,10 @@ def edit_in(editor: str, text: str) -> str:
     """Return a text after it was changed in an editor. Raises ValueError if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "message.txt"
-        path.write_text(text)
+        path.write_text(text, "utf-8", "surrogateescape")
         try:
             subprocess.run([*shlex.split(editor), str(path)], check=True)
-            return path.read_text().rstrip("\n")
+            return path.read_text("utf-8").rstrip("\n")
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             why = getattr(error, "strerror", None) or "it failed"
             raise ValueError(f"{editor}: {why}: set EDITOR, or give /edit TEXT") from None

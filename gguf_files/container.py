@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import check_name, check_unchanged, stamp
-from cli.files import check_regular
+from cli.files import check_regular, lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = 2, 3
@@ -160,7 +160,8 @@ class GGUFPart:
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}") from None
         except Damaged as damage:
-            raise ValueError(f"{self.path}: {damage}; {damage.fix}") from None
+            what = f"{self.path}: {damage}; {damage.fix}"
+            raise ValueError(lfs_pointer(self.path) or what) from None
 
     def read_header(self, cursor: Cursor, number: int) -> None:
         if bytes(self.data[:4]) != MAGIC:

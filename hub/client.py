@@ -15,6 +15,7 @@ from tqdm import tqdm
 from checkpoint import SIDE_FILES, TOKENIZER_FILES, read_json
 from cli.files import is_own_file, read_regular
 from cli.log import EscapingFormatter
+from cli.report import in_bytes
 from cli.staging import remove
 from hub.digests import GIT_SHA1, SHA256, has_digest
 from hub.disk import RECORDS
@@ -294,5 +295,5 @@ def check_disk(directory: Path, needed: int) -> None:
     """Raise ValueError if the disk has less than `needed` bytes free."""
     free = free_space(directory)
     if needed > free:
-        sizes = f"needs {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free"
+        sizes = f"needs {in_bytes(needed)} more and {in_bytes(free)} are free"
         raise ValueError(f"{directory} {sizes}; free some space")

@@ -38,7 +38,8 @@ def check_values(recipe: Recipe, name: str, part: Tensor, tensors: PublishedTens
         return
     if part.dtype in PLAIN_DTYPES and is_finite(tensors.read(name)):
         what = f"{tensors.original(name)} overflows {NAMES[part.dtype]}"
-        raise ValueError(f"{what}; convert with --dtype bf16")
+        wider = "bf16" if part.dtype == torch.float16 else "fp32"
+        raise ValueError(f"{what}; convert with --dtype {wider}")
     what = f"{tensors.original(name.removesuffix(SCALE))} holds NaN or infinity"
     raise ValueError(f"{what}; fetch its file again")
 

@@ -31,14 +31,18 @@ class Session(Prompts):
     Raises ValueError for more tokens than the model has positions.
 
     The model owns the cache, so it serves only the newest session. If `watch` is set before a
-    stream starts, `details` holds each sequence's Details whenever tokens are yielded.
+    stream starts, `details` holds each sequence's Details whenever tokens are yielded. One thread
+    at a time uses a session, and one stream: the next one ends it.
     """
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions | None = None):
+        if max_seq_len < 1:
+            raise ValueError(f"max_seq_len {max_seq_len}: it must be at least 1")
         if max_seq_len > (longest := model.args.max_position):
             raise ValueError(
                 f"max_seq_len {max_seq_len}: the model was made for {longest} positions at most"
             )
+        self.streams = 0  # begun
         super().__init__(model, max_seq_len, options or SessionOptions())
 
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
@@ -52,14 +56,15 @@ class Session(Prompts):
 
         A prompt's prefix that is in the cache is not recomputed. If steps are captured, the next
         one is in flight while tokens are read. Raises ValueError as `check_prompts`, before
-        anything runs; NotFiniteError, after a reset, if a row's logits are not finite.
+        anything runs, and as `check_newest`; NotFiniteError, after a reset, if a row's logits are
+        not finite.
         """
         self.check_prompts(prompts, max_new_tokens)
         if max_new_tokens == 0:
             return
         self.edited = sampling.edits_logits
         step = self.warm_up(self.candidates(sampling))
-        self.start_prompts(prompts, sampling)
+        number = self.start_prompts(prompts, sampling)
         tokens = self.first_tokens
 
         def launch() -> Callable[[], list[int]]:
@@ -79,8 +84,10 @@ class Session(Prompts):
             for ids, token in zip(self.ids, found, strict=False):
                 ids.append(token)
             yield found
-            if left and not self.captured:  # it would delay the tokens
-                tokens = launch()
+            if left:
+                self.check_newest(number)
+                if not self.captured:  # it would delay the tokens
+                    tokens = launch()
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError unless these prompts and this many new tokens each can be run."""
@@ -101,15 +108,27 @@ class Session(Prompts):
                     "this model?"
                 )
             if max_new_tokens < 0 or len(ids) + max_new_tokens > self.max_seq_len:
-                left = max(0, self.max_seq_len - len(ids))
+                left = self.max_seq_len - len(ids)
+                fix = f"ask for at most {left} with --max_new_tokens"
+                if left < 1:
+                    fix = "shorten the prompt"
                 raise ValueError(
                     f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed --max_seq_len "
-                    f"{self.max_seq_len}: raise it, or ask for at most {left} with --max_new_tokens"
+                    f"{self.max_seq_len}: raise it, or {fix}"
                 )
 
-    def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """`start_row` for each prompt, with the next seed in the next row; other rows are idle."""
-        self.prefilled = 0
+    def check_newest(self, number: int) -> None:
+        """Raise ValueError if another stream has begun since this one, whose cache it has taken."""
+        if number != self.streams or self.model.states is not self.states:
+            raise ValueError("another text has begun in this session: make a Session for each")
+
+    def start_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> int:
+        """`start_row` for each prompt, with the next seed in the next row; other rows are idle.
+
+        Returns the number of this stream, for `check_newest`.
+        """
+        self.streams, self.prefilled = self.streams + 1, 0
+        number = self.streams
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         for row in range(self.batch):
             if row < len(prompts):
@@ -117,3 +136,4 @@ class Session(Prompts):
                     pass
             else:
                 self.stop_row(row)
+        return number

@@ -227,7 +227,7 @@ class Speculation:
         candidates, session.edited = session.candidates(sampling), False
         self.warm_up_all(candidates)
         self.drafter.start_prompt(ids, sampling)
-        session.start_prompts([ids], sampling)
+        number = session.start_prompts([ids], sampling)
         tokens, left, self.in_flight = session.first_tokens()[:1], max_new_tokens, None
         self.read_at = time.perf_counter()
         while True:
@@ -235,6 +235,7 @@ class Speculation:
                 if token == NOT_FINITE:
                     self.reset()  # the cache has NaNs
                     raise NotFiniteError
+                session.check_newest(number)
                 session.ids[0].append(token)
                 self.accepted += place < len(tokens) - 1
                 self.delivered += self.passes > 0
@@ -242,6 +243,7 @@ class Speculation:
             left -= len(tokens)
             if left <= 0:
                 return
+            session.check_newest(number)
             tokens = self.run_pass(candidates, left)
 
     def run_pass(self, candidates: int, left: int) -> list[int]:

@@ -35,21 +35,29 @@ class TextStream:
         self.settings.on_token(token, len(self.reasoning) + len(self.text))
         text = self.settings.markers.get(token) or self.pieces.push(token)
         self.add(self.splitter.push(token, text) if self.splitter else [(ANSWER, text)])
-        stop = self.settings.stop
-        if (end := find_stop(self.text, stop)) is not None:
-            self.stop_text = next(s for s in stop if self.text.startswith(s, end))
-            self.text = self.text[:end]
+        if self.cut_at_stop():
             self.end("stop")
-            return
-        self.show(len(self.text) - held_back(self.text, stop))
+        else:
+            self.show(len(self.text) - held_back(self.text, self.settings.stop))
 
     def end(self, reason: str) -> None:
         """End for this reason, unless it has ended before."""
         if self.finish_reason is None:
+            if self.stop_text is None:  # else what the splitter holds back follows the stop text
+                rest = "" if reason == "stop" else self.pieces.flush()
+                self.add(self.splitter.flush(rest) if self.splitter else [(ANSWER, rest)])
+                reason = "stop" if self.cut_at_stop() else reason
             self.finish_reason = reason
-            rest = "" if reason == "stop" else self.pieces.flush()
-            self.add(self.splitter.flush(rest) if self.splitter else [(ANSWER, rest)])
             self.show(len(self.text))
+
+    def cut_at_stop(self) -> bool:
+        """Cut the answer before the first stop text, if it has one."""
+        end = find_stop(self.text, self.settings.stop)
+        if end is None:
+            return False
+        self.stop_text = next(s for s in self.settings.stop if self.text.startswith(s, end))
+        self.text = self.text[:end]
+        return True
 
     def add(self, parts: Parts) -> None:
         """Add new text to the answer, or to its reasoning, which is shown at once."""

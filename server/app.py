@@ -350,8 +350,10 @@ class Endpoints:
         return self.json_response(error.body(), error.status, error.headers)
 
     async def handle_http_error(self, request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return await self.handle_api_error(request, APIError(message, error.status_code))
+        message = f"{request.method} {request.url.path:.80}: {error.detail}"
+        headers = dict(error.headers or {})  # 405 has the methods that a route allows
+        failure = APIError(message, error.status_code, headers=headers)
+        return await self.handle_api_error(request, failure)
 
     async def handle_disconnect(self, request: Request, error: ClientDisconnect) -> Response:
         return PlainTextResponse("", 400)

@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.logit_edits import ALL, mask_words
 from runtime.reasoning import ANSWER, make_splitter
 from tokenizer import Tokenizer
-from tool_calls.arguments import find_pointer
+from tool_calls.arguments import KINDS, OTHER_NAMES, find_pointer
 
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -324,25 +324,52 @@ def _checked_schema(schema: dict | bool, strict: bool) -> dict:
 
 
 def _relaxed(schema: Any, root: dict) -> Any:
-    """Return a schema without patterns that llguidance refuses and references that lead nowhere."""
+    """Return a schema without what llguidance refuses: patterns, references that lead nowhere,
+    nulls and other values that a keyword does not have, and names of types that JSON lacks. The
+    root's type stays: without it the answer would have no format.
+    """
     if isinstance(schema, list):
         return [_relaxed(part, root) for part in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for keyword, value in schema.items():
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS:
             is_pattern = keyword == "patternProperties"
-            names = [name for name in value if not is_pattern or _is_pattern(name)]
-            found[keyword] = {name: _relaxed(value[name], root) for name in names}
-        elif keyword in PLAIN_VALUES:
-            found[keyword] = value
-        elif not (
-            (keyword == "pattern" and not _is_pattern(value))
-            or (keyword == "$ref" and find_pointer(root, str(value), None) is None)
-        ):
+            named = value.items() if isinstance(value, dict) else ()
+            found[keyword] = {
+                name: _relaxed(part, root)
+                for name, part in named
+                if isinstance(part, dict | bool) and (not is_pattern or _is_pattern(name))
+            }
+        elif keyword == "type":
+            known = _known_types(value)
+            found |= {"type": value} if schema is root and not known else known
+        elif keyword == "$ref":
+            if find_pointer(root, str(value), None) is not None:
+                found[keyword] = value
+        elif keyword == "pattern":
+            if _is_pattern(value):
+                found[keyword] = value
+        elif keyword not in PLAIN_VALUES and _holds_schemas(value):
             found[keyword] = _relaxed(value, root)
+        elif not _schema_error(json.dumps({keyword: value})):
+            found[keyword] = value
     return found
+
+
+def _known_types(names: Any) -> dict:
+    """Return the keyword `type` with JSON's names; none if one of them may be any type."""
+    names = names if isinstance(names, list) else [names]
+    lowered = [name.lower() for name in names if isinstance(name, str)]
+    known = [OTHER_NAMES.get(name, name) for name in lowered]
+    return {"type": known} if known and {name for name, _ in KINDS}.issuperset(known) else {}
+
+
+def _holds_schemas(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(part, dict) for part in value)
+    )
 
 
 def _is_pattern(text: Any) -> bool:
@@ -381,5 +408,5 @@ def _check_text(text: str) -> None:
 
 def _escape_slashes(pattern: str) -> str:
     """Return a pattern that can stand between slashes on one line."""
-    escaped = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.S)
-    return escaped.replace("\n", r"\n")
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|[/\n]", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.S)

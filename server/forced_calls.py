@@ -45,7 +45,7 @@ def forced_call(
                     _tagged_arguments(tokenizer, schema or OBJECT, tags, number, is_strict)
                 )
             else:
-                schema_text = json.dumps(arguments_schema(schema or OBJECT, number, is_strict))
+                schema_text = json.dumps(arguments_schema(_object(schema), number, is_strict))
                 rules.append(f"arguments{number}: %json {schema_text}\n")
             begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
             space = "" if tags else '" "?'
@@ -55,6 +55,14 @@ def forced_call(
     grammar = f"start: {' | '.join(calls)}\n{''.join(rules)}"
     check_size(grammar, "the tools' schemas are")
     return json.dumps({"grammars": [{"lark_grammar": grammar}]})
+
+
+def _object(schema: dict | None) -> dict:
+    """Return a schema of arguments with the type that many leave out."""
+    schema = schema or {}
+    given = schema.get("type")
+    is_open = given is None or (isinstance(given, list) and "object" in given)
+    return {**schema, **OBJECT} if is_open else schema
 
 
 def _tagged_arguments(

@@ -60,6 +60,8 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Beside the results of their tools, such as web_search_tool_result.
+SERVERS_BLOCKS = {"redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload"}
 EFFORTS = {"max": "high"}  # of this API -> OpenAI's, which ends at xhigh
 
 
@@ -220,13 +222,21 @@ def assistant_message(blocks: list) -> Item:
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input", {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind != "redacted_thinking":
+        elif not is_servers_block(kind):
             message["content"] += block_text(block)
     if calls:
         message["tool_calls"] = calls
     if found := [text for text in thoughts if text and isinstance(text, str)]:
         message["reasoning_content"] = "\n\n".join(found)
     return message
+
+
+def is_servers_block(kind: Any) -> bool:
+    """Whether a block concerns Anthropic's servers: their tools, and thoughts that only they read.
+
+    Those of a history say nothing to another model.
+    """
+    return isinstance(kind, str) and (kind in SERVERS_BLOCKS or kind.endswith("_tool_result"))
 
 
 def others(role: str, blocks: list) -> list[Item]:

@@ -101,6 +101,8 @@ def plan_request(
         raise APIError(str(error), param="logit_bias") from None
     generations = []
     for ids in prompts:
+        if not ids:  # a template may leave all messages out, a tokenizer all characters
+            raise APIError(f"the {name} resulted in no tokens: give other text", param=name)
         if (last := max(ids, default=0)) >= limits.vocab_size:
             reason = f"the {name} has token {last}; the model's end at {limits.vocab_size - 1}"
             raise APIError(reason, param=name)
@@ -119,6 +121,8 @@ def prompt_errors(name: str | None, length: int) -> Iterator[None]:
     """
     try:
         yield
+    except ValidationError:  # a ValueError, whose text has several lines
+        raise
     except TokenizerUnavailableError as error:
         raise APIError(str(error), 503) from None
     except PromptTooLongError as error:

@@ -148,7 +148,7 @@ class ResponsesBody(StructuredFields, OtherServersFields):
         if self.instructions:
             found.append({"role": "system", "content": self.instructions})
         for item in items:
-            kind = item.get("type", "message")
+            kind = item.get("type") or "message"
             if isinstance(kind, str) and kind in SERVERS_ITEMS:
                 continue
             if kind == "reasoning":

@@ -394,6 +394,8 @@ class ChatCompletionBody(GenerationBody):
         else:
             separator = "\n\n" if self.active_tools() else ""
             text = separator.join(message["content"] for message in messages)
+            if not text:
+                raise ValueError("the messages have no text: give the model some to continue")
             ids = encode_prompt(text + separator * (not self.continued()), tokenizer)
         calls = self.calls(vocabulary)
         if calls and calls.prefix and not self.continued():

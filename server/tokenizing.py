@@ -219,9 +219,9 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> lis
     """Return the ids of a conversation.
 
     Where the template refuses them, it gets no reasoning beside text and calls, then none at all,
-    then no system message.
+    then no system message, then one message for those of a role that follow each other.
     """
-    changes = iter((without_reasoning_of_calls, without_reasoning, merge_system))
+    changes = iter((without_reasoning_of_calls, without_reasoning, merge_system, merge_turns))
     while True:
         try:
             return tokenizer.chat(messages, **variables)
@@ -253,18 +253,41 @@ def without_reasoning(messages: list[dict], beside: tuple[str, ...] = ()) -> lis
 
 
 def merge_system(messages: list[dict]) -> list[dict] | None:
-    """Return the messages with the system's put before the first user message.
+    """Return the messages with the system's put before the first user message, or in place of one.
 
-    Return None if there is no such pair.
+    Return None if there is no system message.
     """
     texts = [message["content"] for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
-    first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
-    if not texts or first is None:
+    if not texts:
         return None
+    first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": join_texts(texts)}, *others]
     texts.append(others[first]["content"])
-    others[first] = others[first] | {"content": "\n\n".join(texts)}
+    others[first] = others[first] | {"content": join_texts(texts)}
     return others
+
+
+def merge_turns(messages: list[dict]) -> list[dict] | None:
+    """Return the messages with texts of a role that follow each other as one.
+
+    Return None if there are none.
+    """
+    found: list[dict] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        are_texts = last.keys() == message.keys() == {"role", "content"}
+        if are_texts and last["role"] == message["role"]:
+            found[-1] = last | {"content": join_texts([last["content"], message["content"]])}
+        else:
+            found.append(message)
+    return found if len(found) < len(messages) else None
+
+
+def join_texts(texts: list[str]) -> str:
+    """Return texts as one, with an empty line between."""
+    return "\n\n".join(filter(None, texts))
 
 
 def limit_memory(size: int) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from server.errors import APIError, error_message
+from server.errors import APIError, error_field, error_message
 from server.plan import parse_body, prompt_errors
 from server.responses import Item
 from server.schema import FAIL_FAST, ChatCompletionBody
@@ -46,7 +46,8 @@ def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
         with prompt_errors(None, max_seq_len):
             tokens = fields.encode(tokenizer)
     except ValidationError as error:
-        raise APIError(error_message(error, ChatCompletionBody), param="messages") from None
+        message = error_message(error, ChatCompletionBody)
+        raise APIError(message, param=error_field(error)) from None
     return {"tokens": tokens, "count": len(tokens), "max_model_len": max_seq_len}
 
 

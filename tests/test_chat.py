@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 
 import cli.terminal
 from cli.answer_printer import AnswerPrinter
-from cli.chat import COMMANDS, Chat, greeting, split_command
+from cli.chat import COMMANDS, Chat, greeting, read_requests, split_command
 from cli.clipboard import copy_text
 from cli.conversation import (
     Conversation,
@@ -145,6 +146,24 @@ def test_places_that_are_no_file_are_refused(tmp_path):
         with pytest.raises(ValueError):
             save_messages([USER], path)
     assert not is_conversation({}) and is_conversation([])
+    for path in (tmp_path, tmp_path / "fifo", Path("/dev/zero"), tmp_path / "none"):
+        with pytest.raises(ValueError):
+            load_tools(path)
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(ValueError, match="over 16 MiB"):
+        load_tools(tmp_path / "large")
+
+
+def test_files_are_utf8_in_any_locale(tmp_path, monkeypatch):
+    """Latin-1 has é, and no €."""
+    monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
+    message = {"role": "user", "content": "é €\nand"}
+    save_messages([message], tmp_path / "chat.json")
+    assert load_messages(tmp_path / "chat.json") == [message]
+    assert "é €" in (tmp_path / "chat.json").read_bytes().decode()
+    monkeypatch.setenv("VISUAL", "sed -i s/and/end/")
+    assert edit_text("é €\nand") == "é €\nend"
 
 
 # Words --------------------------------------------------------------------------------------------
@@ -271,6 +290,15 @@ def test_a_chat_with_a_template(parrot, talk, capsys):
     assert talk.conversation.messages == [{"role": "user", "content": "bad"}]
 
 
+@pytest.mark.parametrize("command", ("/load", "/tools", "/save"))
+def test_a_home_that_is_not_there_is_one_line(talk, monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{command} ~nobody-here/x\n"))
+    for name, given in read_requests():
+        talk.handle(name, given)
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "nobody" in x]
+    assert "there is no such home directory: give another path" in line
+
+
 def test_reasoning_is_folded_and_can_be_shown(talk, capsys):
     talk.handle("/reasoning", "")
     assert capsys.readouterr().out == "the last answer has no reasoning\n"
@@ -394,8 +422,9 @@ def test_files_without_functions_are_refused(tmp_path, text):
 
 def test_functions_are_read_with_and_without_a_wrapper(tmp_path):
     path = tmp_path / "tools.json"
-    path.write_text(json.dumps([TOOLS[0], {"name": "rain"}]))
-    assert [tool["function"]["name"] for tool in load_tools(path)] == ["sun", "rain"]
+    path.write_text(json.dumps([TOOLS[0], {"name": "rain"}, {"name": "snow", "parameters": None}]))
+    assert [tool["function"]["name"] for tool in load_tools(path)] == ["sun", "rain", "snow"]
+    assert load_tools(path)[1]["function"]["parameters"] == {"type": "object"}
     with pytest.raises(ValueError):
         load_tools(tmp_path / "none.json")
 
@@ -493,7 +522,7 @@ def test_a_chat_in_a_terminal(start, folders, tmp_path):
     assert "6 tokens at" in send(child, "\x01# \x05 and sys")
     assert "no reasoning" in send(child, "/reasoning")
     assert "No such file" in send(child, "/tools x.json")
-    assert "no file" in send(child, "/load nothing.json")
+    assert "No such file" in send(child, "/load nothing.json")
     assert "there is no command /zzz" in send(child, "/zzz")
     send(child, "/reset")
     assert "no message to answer" in send(child, "/retry")

@@ -14,6 +14,8 @@ from chat_template import ChatTemplate
 from checkpoint import Writer
 from hub.client import wanted
 from models.converter import Conversion
+from server.errors import APIError
+from server.plan import Limits, read_request
 from server.tokenizing import chat_ids
 from tokenizer import load_tokenizer
 
@@ -33,6 +35,14 @@ def render(source: str, *messages: dict, control=(), **variables) -> str:
 
 def call(arguments, name: str = "f") -> dict:
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_what_an_answer_sets_is_not_known_after_it():
+    """`{% generation %}` is a scope in transformers, too."""
+    answer = "{% generation %}{% set a = 2 %}{{ a }}{{ b }}{% endgeneration %}"
+    source = "{% set a = 1 %}{% set b = 3 %}" + answer + "{{ a }}"
+    assert render(source, USER) == "231"
+    assert render("{% for m in messages %}" + answer + "{{ loop.index }}{% endfor %}", USER) == "21"
 
 
 # Names --------------------------------------------------------------------------------------------
@@ -246,6 +256,18 @@ def test_the_markers_of_written_calls_are_control_tokens(tmp_path):
 
 
 # Reasoning ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_no_tokens_is_refused(tmp_path):
+    """Mistral's templates write a system message in the user's."""
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path, template=source)
+    for content in ("x", ""):
+        body = {"messages": [{"role": "system", "content": "Be short."}]}
+        body["messages"] += [{"role": "user", "content": content}] * (content == "")
+        with pytest.raises(APIError, match="the messages resulted in no tokens") as caught:
+            read_request(json.dumps(body).encode(), True, tokenizer, Limits(99, 999))
+        assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])

@@ -218,6 +218,14 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
         ),
         ("generate --prompts_file {latin}", "it is not UTF-8 text: convert it to UTF-8"),
         (
+            f"generate --prompt {'x' * 20_000}",
+            "exceed the model's 4096 positions: shorten the prompt to less than 4096 tokens",
+        ),
+        (
+            "generate --max_seq_len 5 --prompt x --max_new_tokens 9",
+            "exceed --max_seq_len 5 positions: shorten the prompt or ask for at most 3 with",
+        ),
+        (
             "generate --gpu_experts 4",
             "--gpu_experts is about experts in host memory: add --offload",
         ),

@@ -116,6 +116,9 @@ def test_regex_and_lark_and_tool_calls(tokens):
     pattern = r"[a-c]{2}/\d+\.x"
     text = walk(Constraint(tokens, constraints.regex(pattern)), random.Random(0))
     assert re.fullmatch(pattern, text)
+    for pattern in ("a\\\nb", "a\nb", r"a\nb", r"\\n/\/"):  # a new line, escaped or not
+        text = walk(Constraint(tokens, constraints.regex(pattern)), random.Random(0))
+        assert re.fullmatch(pattern, text)
     text = walk(Constraint(tokens, constraints.lark('start: "yes" | "no"')), random.Random(0))
     assert text in ("yes", "no")
     tools = [("add", SCHEMAS[8]), ("stop", None)]
@@ -355,6 +358,15 @@ UNSUPPORTED = (
     record(a=INTEGER, b={"anyOf": [LOOK_AHEAD, {"type": "null"}]}),
     record(a=INTEGER, b={"type": "object", "patternProperties": {"^(?=x)": LOOK_AHEAD}}),
     record(a=INTEGER, pattern=LOOK_AHEAD) | {"examples": [{"$ref": "#/none"}]},
+    # Types, nulls and values that JSON Schema lacks, as servers of tools write them.
+    record(a=INTEGER, b={"type": "str", "description": None}),
+    record(a={"type": "int"}, b={"type": "any"}, c={"type": ["String", "file"]}),
+    record(a=INTEGER, b={"type": "object", "properties": None, "required": None}),
+    record(a=INTEGER, b={"type": "array", "items": None}, c={"type": None}),
+    record(a=INTEGER, b={"type": "string", "minLength": "5", "enum": []}),
+    record(a=INTEGER, b={"type": "integer", "minimum": None, "maximum": "9"}),
+    record(a=INTEGER, b={"type": "string", "required": True}) | {"$schema": "x"},
+    record(a=INTEGER) | {"additionalProperties": None, "title": None},
 )
 
 
@@ -374,6 +386,25 @@ def test_unsupported_parts_of_a_schema_are_ignored_unless_it_is_strict(tokens, s
         forced_call(tokens.tokenizer, tools, ("", ""), "mail", {"mail"})
     assert refused.value.param == "tools[1].function.parameters"
     assert "start:" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    (
+        {"properties": {"a": INTEGER}, "required": ["a"]},
+        {"description": "no type"},
+        {"$ref": "#/$defs/A", "$defs": {"A": record(a=INTEGER)}},
+        {"anyOf": [record(a=INTEGER), {"type": "null"}]},
+        {"type": ["object", "null"]},
+        {"type": "dict", "properties": {"a": {"type": "int"}}, "required": ["a"]},
+    ),
+    ids=range(6),
+)
+def test_arguments_are_an_object_whatever_their_schema_leaves_out(tokens, schema):
+    for seed in range(3):
+        grammar = forced_call(tokens.tokenizer, [("f", schema)], ("", ""), "f")
+        found = json.loads(walk(Constraint(tokens, grammar), random.Random(seed)))
+        assert isinstance(found, dict) and isinstance(found.get("a", 0), int)
 
 
 def test_a_tool_with_an_invalid_schema_takes_any_object(tokens):

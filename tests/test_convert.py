@@ -724,6 +724,9 @@ def adding(name: str):
     return tensor(GATE, lambda tensors, _: tensors.update({name: torch.ones(32)}))
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
 def filling(name: str, value: float):
     return tensor(name, lambda tensors, _: tensors[name][0].fill_(value))
 
@@ -771,7 +774,20 @@ BAD = {
         filling("model.norm.weight", float("-inf")),
         "model.norm.weight holds NaN or inf",
     ),
-    "overflow in fp16": (filling(EXPERT, 1e5), f"{EXPERT} overflows fp16", "--dtype", "fp16"),
+    "overflow in fp16": (
+        filling(EXPERT, 1e5),
+        f"{EXPERT} overflows fp16; convert with --dtype bf16",
+        *("--dtype", "fp16"),
+    ),
+    "overflow in bf16": (
+        filling(EXPERT, 3.4e38),
+        f"{EXPERT} overflows bf16; convert with --dtype fp32",
+        *("--dtype", "bf16"),
+    ),
+    "a pointer of Git LFS": (
+        lambda d: (d / "model-00002-of-00015.safetensors").write_text(POINTER),
+        "model-00002-of-.* is a pointer of Git LFS: run git lfs pull in its folder",
+    ),
     "a tensor twice": (second_copy, "is there twice"),
     "a missing shard": (remove_shard, "1 of 15 shards missing; fetch model-00003"),
     "a missing shard, no index": (

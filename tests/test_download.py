@@ -406,7 +406,7 @@ def test_an_invalid_output_directory(hub, tmp_path, capsys):
 def test_a_full_disk(hub, tmp_path, monkeypatch, capsys):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
-    assert "needs 0.0 GB more" in fails(capsys, "--output_dir", tmp_path / "out")
+    assert "more and 1 kB are free" in fails(capsys, "--output_dir", tmp_path / "out")
     assert fetched(hub) == []
 
 

@@ -569,6 +569,12 @@ def test_a_damaged_file_is_one_line(damage, sound, tmp_path):
     assert why in refusal(with_bytes(sound, tmp_path / "a.gguf", at, data))
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert refusal(path).endswith("is a pointer of Git LFS: run git lfs pull in its folder")
+
+
 def find(path: Path, text: bytes) -> int:
     return path.read_bytes().index(text) + len(text)
 

@@ -140,8 +140,40 @@ def test_names(text, parsed, roles, canonical):
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    (
+        ("https://huggingface.co/Qwen/Qwen3-30B-A3B", ("Qwen/Qwen3-30B-A3B", None)),
+        ("https://huggingface.co/Qwen/Qwen3-30B-A3B/", ("Qwen/Qwen3-30B-A3B", None)),
+        ("hf.co/unsloth/A-GGUF:Q4_K_M", ("unsloth/A-GGUF", "Q4_K_M")),
+        ("huggingface.co/a/b:int4", ("a/b", "int4")),
+    ),
+)
+def test_a_pages_address_is_a_name(text, name):
+    assert parse_model_name(text) == name
+
+
+def test_a_path_is_told_its_option(hub, monkeypatch, capsys):
+    for text in ("./a/b", "/a/b", "~/a/b"):
+        line = error_of(generate, monkeypatch, capsys, f"--model={text}")
+        assert "or a path as --checkpoint_path" in line
+
+
+@pytest.mark.parametrize(
     "text",
-    ("name", "a/b/c", "../x", "a/..", "a--b/c", "-a/b", "/etc/passwd", "a/b:", "a/b:x/y"),
+    (
+        "name",
+        "a/b/c",
+        "https://huggingface.co/",
+        "https://huggingface.co/a",
+        "https://x.y/a/b",
+        "../x",
+        "a/..",
+        "a--b/c",
+        "-a/b",
+        "/etc/passwd",
+        "a/b:",
+        "a/b:x/y",
+    ),
 )
 def test_other_names_are_refused(text, hub, monkeypatch, capsys):
     line = error_of(generate, monkeypatch, capsys, f"--model={text}")

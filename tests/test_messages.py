@@ -310,6 +310,27 @@ def test_the_last_message_of_the_assistant_is_continued(server, ask):
         assert server.prompts[-1].endswith("[user]Weather?[assistant]")
 
 
+def test_blocks_of_anthropics_servers_are_left_out_of_a_history(tokenizer):
+    """As its tools are of a request: another model had them in this conversation."""
+    ids = []
+    for blocks in (
+        [text("I search."), text("Found.")],
+        [
+            text("I search."),
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+            {"type": "mcp_tool_use", "id": "m", "name": "x", "server_name": "y", "input": {}},
+            {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+            text("Found."),
+        ],
+    ):
+        history = [*QUESTION, {"role": "assistant", "content": blocks}, *QUESTION]
+        body = {"max_tokens": 5, "messages": history}
+        _, request = read_message(json.dumps(body).encode(), tokenizer, LIMITS)
+        ids.append(request.generations[0].prompt_ids)
+    assert ids[0] == ids[1]
+
+
 def test_messages_of_a_role_that_follow_each_other_are_one(server, ask):
     call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rom"}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
@@ -360,6 +381,8 @@ def user(*blocks) -> dict:
         (user({**RESULT, "content": [IMAGE]}), "images are not supported"),
         (user(PDF), "files are not supported"),
         (user({"type": "text"}), "messages: it must be a list"),
+        (user({"type": ["text"]}), "messages: it must be a list"),
+        ({"messages": [{"role": "assistant", "content": [{"type": {}}]}]}, "must be a list"),
         (user(None), "messages: it must be a list"),
         ({"messages": []}, "messages: it must be a list"),
         ({"messages": "x"}, "messages: it must be a list"),

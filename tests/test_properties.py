@@ -550,6 +550,16 @@ def test_ascii_streams(place, monkeypatch):
     assert refused(checkpoint, "né").startswith("error: n\\xe9 is not a directory")
 
 
+@pytest.mark.parametrize("arguments", (("--prompt", "-"), ("--interactive",)))
+def test_input_that_is_no_text(place, monkeypatch, arguments):
+    """A chat goes on after it."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff\nimport os\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code, out, err = run(generate, "--checkpoint_path", "model", "--max_new_tokens", 1, *arguments)
+    assert "the text is not valid Unicode at character 1; give it as UTF-8" in err
+    assert (code, bool(out)) == ((0, True) if "--interactive" in arguments else (2, False))
+
+
 def start(line: str, **environment: str) -> subprocess.CompletedProcess:
     """Run a shell line in an environment of its own; `python` is this one."""
     python = Path(sys.executable).parent

@@ -157,6 +157,21 @@ def test_stop_texts_are_of_the_answer(thinker):
     assert parts(result) == ("one STOP two", "three ") and result["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("end", (EOS, ""))
+def test_a_stop_text_may_be_white_space_that_is_held_back(thinker, end):
+    for answer in ("\n\n", "<think>so</think>\n\n", "<think>so</think>Yes.\n\n"):
+        result, pieces = ask(thinker, "why?", answer + end, stop=["\n\n"])
+        assert result["text"] == "".join(t for kind, t in pieces if kind == ANSWER)
+        assert "\n" not in result["text"] and result["finish_reason"] in ("stop", "length")
+
+
+def test_nothing_follows_a_stop_text(tmp_path):
+    """White space of the token that has the stop text is held back, for ERNIE's closing tag."""
+    tokenizer = make_tokenizer(tmp_path, (*TAGGED, "STOP \n"))
+    result, pieces = ask(tokenizer, "why?", f"<response>Yes. STOP \nNo.{EOS}", stop=["STOP"])
+    assert result["text"] == "".join(text for _, text in pieces) == "Yes. "
+
+
 def test_a_spelled_marker_is_text(tmp_path):
     """With tokens of their own, markers are those alone."""
     tokenizer = make_tokenizer(tmp_path, THINK)

@@ -147,6 +147,13 @@ CODEX = {
 }
 
 
+def test_an_item_without_a_type_is_a_message(tokenizer):
+    for item in ({"role": "user", "content": "x"}, {"type": None, "role": "user", "content": "x"}):
+        body = json.dumps({"input": [item]}).encode()
+        _, request = read_responses_request(body, tokenizer, LIMITS, ItemStore())
+        assert request.generations[0].prompt_ids == tokenizer.encode("x")
+
+
 def test_an_agents_request(server):
     server.answer = lambda prompt: (
         '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'

@@ -1,12 +1,16 @@
 """generate.py --save_routing: the experts of each new token."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from cli.conversation import save_messages
 from cli.generate_options import build_parser, check_options
-from generate import run
+from cli.routing_file import RoutingRecorder
+from generate import check_trace, run
 from runtime.loading import load_model
 from runtime.sampling import Sampling
 from runtime.session import Session
@@ -43,6 +47,20 @@ def test_experts_are_those_of_the_pass_that_chose_each_token(directory, tmp_path
             ids.append(token)
 
 
+def test_a_full_disk_is_that_of_the_file(tmp_path, monkeypatch):
+    def fail(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # a write knows no name
+
+    recorder = RoutingRecorder(tmp_path / "x.json", "tiny", "bf16")
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(
+        ValueError, match=r"--save_routing: .*/x\.json: No space left on device; free"
+    ):
+        recorder.write()
+    with pytest.raises(ValueError, match=r"^.*/chat\.json: No space left on device; free"):
+        save_messages([], tmp_path / "chat.json")
+
+
 @pytest.mark.parametrize(
     "options", (("--speculate", "lookup"), ("--interactive",), ("--save_routing", "/nowhere/x"))
 )
@@ -50,3 +68,15 @@ def test_routing_that_cannot_be_saved_is_refused(options, tmp_path):
     given = build_parser().parse_args(["--save_routing", str(tmp_path / "x"), *options])
     with pytest.raises(ValueError, match="--save_routing"):
         check_options(given)
+
+
+def test_a_part_of_a_trace_is_refused(tmp_path):
+    trace = tmp_path / "x.json"
+    trace.write_text('{"a": [\n1]}\n')
+    check_trace(trace)
+    for text in ("", '{"a": [\n', '{"a": [{"b": 1},'):
+        trace.write_text(text)
+        with pytest.raises(ValueError, match=r"--profile .*x\.json: it could not be written"):
+            check_trace(trace)
+    with pytest.raises(ValueError):
+        check_trace(tmp_path / "none")

@@ -840,6 +840,48 @@ def test_bad_messages_are_refused(running, messages):
     assert found.status_code == 400 and "message" in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": ""}]}, None),
+        ({"prompt": 5}, "prompt"),
+        ({}, None),
+    ),
+)
+def test_what_cannot_be_tokenized_is_refused_in_one_line(running, body, param):
+    found = httpx.post(f"{running.url}/tokenize", json=body)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["param"] == param
+    assert "\n" not in error["message"] and "pydantic" not in error["message"]
+
+
+def test_an_empty_chat_is_told_what_it_lacks(running):
+    for content in ("", []):
+        found = running.post(
+            "chat/completions", json={"messages": [{"role": "user"} | {"content": content}]}
+        )
+        error = found.json()["error"]
+        assert found.status_code == 400 and error["param"] == "messages"
+        assert error["message"].startswith("the messages have no text")
+
+
+def test_a_route_names_the_methods_that_it_allows(running):
+    for method, path, allowed in (
+        ("PUT", "/v1/models", {"GET", "HEAD"}),
+        ("GET", "/v1/completions", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+    ):
+        found = httpx.request(method, running.url + path)
+        assert found.status_code == 405
+        assert set(found.headers["allow"].split(", ")) == allowed
+    found = httpx.get(f"{running.url}/{'a' * 9_999}")
+    assert found.status_code == 404 and len(found.json()["error"]["message"]) < 120
+
+
 def test_the_client_raises_its_own_errors(running):
     with pytest.raises(openai.BadRequestError) as caught:
         running.complete("x" * 1000)
@@ -1198,7 +1240,9 @@ def command(*arguments: str, **options) -> subprocess.Popen:
     ("arguments", "message"),
     (
         ("--host 0.0.0.0", "--host 0.0.0.0 can be reached by others: add --api_key"),
-        ("--host 0.0.0.0 --api_key=", "--api_key: it must be ASCII text, and not empty"),
+        ("--host 0.0.0.0 --api_key=", "--api_key: it must be printable ASCII text, and not empty"),
+        ("--api_key é", "--api_key: it must be printable ASCII text, and not empty"),
+        ("--api_key a\x00b", "--api_key: it must be printable ASCII text, and not empty"),
         ("--max_queue 0", "--max_queue 0: it must be at least 1"),
         ("--port 70000", "--port 70000: it must be from 0 to 65535"),
         ("--time_limit nan", "--time_limit nan: it must be above 0"),
@@ -1217,6 +1261,9 @@ def test_a_key_may_come_from_the_environment(monkeypatch):
     options = build_parser().parse_args(["--host", "0.0.0.0"])
     check_options(options)
     assert options.api_key == "secret"
+    monkeypatch.setenv("MOE_FAST_API_KEY", "se cret\r\n")
+    check_options(options := build_parser().parse_args([]))
+    assert options.api_key == "se cret"
 
 
 def test_a_taken_port_is_one_line(monkeypatch, capsys):

@@ -409,6 +409,31 @@ def test_a_session_notices_that_its_model_was_taken(model):
         generate(first)
 
 
+def test_a_stream_ends_where_the_next_one_begins(model):
+    """It would go on with the other's cache."""
+    session = Session(model, 64)
+    expected = list(session.stream(PROMPT, 6, GREEDY))
+    for opened in (session, Speculation(session, 2)):
+        opened.reset()
+        old = opened.stream(PROMPT, 6, GREEDY)
+        assert next(old) == expected[0]
+        assert list(opened.stream(PROMPT, 6, GREEDY)) == expected
+        with pytest.raises(ValueError, match="another text has begun in this session"):
+            next(old)
+        assert list(opened.stream(PROMPT, 6, GREEDY)) == expected
+    old = session.stream(PROMPT, 6, GREEDY)
+    next(old)
+    Session(model, 64)
+    with pytest.raises(ValueError, match="another text has begun"):
+        next(old)
+
+
+@pytest.mark.parametrize("length", (0, -5))
+def test_a_session_of_no_length_is_refused(model, length):
+    with pytest.raises(ValueError, match=f"max_seq_len {length}: it must be at least 1"):
+        Session(model, length)
+
+
 def test_an_overflow_does_not_outlive_a_reset(model):
     session = Session(model, 64)
     expected = generate(session)

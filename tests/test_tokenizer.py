@@ -419,12 +419,16 @@ def test_sources_of_stop_ids(qwen_dir, sp_dir, tmp_path):
     copy(qwen_dir, tmp_path)
     write(tmp_path, "generation_config.json", {"eos_token_id": 7})
     write(tmp_path, "config.json", {"eos_token_id": [5, 6]})
-    assert load_tokenizer(tmp_path).stop_ids == (7,)
-    write(tmp_path, "generation_config.json", {"eos_token_id": None})
-    assert load_tokenizer(tmp_path).stop_ids == (5, 6)
-    write(tmp_path, "config.json", {"format": "bf16"})  # a converted checkpoint has no ids there
     end = load_tokenizer(tmp_path)._vocabulary.control["<|im_end|>"]
+    # The token that ends a message, beside what a base model's generation_config has.
+    assert load_tokenizer(tmp_path).stop_ids == (7, end)
+    write(tmp_path, "generation_config.json", {"eos_token_id": None})
+    assert load_tokenizer(tmp_path).stop_ids == (5, 6, end)
+    write(tmp_path, "config.json", {"format": "bf16"})  # a converted checkpoint has no ids there
     assert load_tokenizer(tmp_path).stop_ids == (end,)
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, "generation_config.json", {"eos_token_id": 7})
+    assert load_tokenizer(tmp_path).stop_ids == (7,)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "tokenizer.model").write_bytes((sp_dir / "tokenizer.model").read_bytes())

@@ -311,6 +311,47 @@ def test_a_second_system_message_is_merged(server):
     assert "[system]" not in server.prompts[-1]
 
 
+# As the templates of Mixtral and Gemma 2.
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "prompt"),
+    (
+        ("s:S u:A", "u:S||A;"),
+        ("s:S", "u:S;"),
+        ("s: u:A", "u:A;"),
+        ("u:A u:B", "u:A||B;"),
+        ("s:S u:A u:B a:C a:D u:E", "u:S||A||B;a:C||D;u:E;"),
+        ("u:A a:B u:C", "u:A;a:B;u:C;"),
+    ),
+)
+def test_roles_alternate_where_the_template_asks_for_it(directory, tmp_path, turns, prompt):
+    tokenizer = load_tokenizer(with_template(directory, tmp_path / "a", ALTERNATING))
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    pairs = [turn.split(":") for turn in turns.split()]
+    messages = [{"role": roles[role], "content": text} for role, text in pairs]
+    found = tokenizer.decode(chat_ids(tokenizer, messages, {}))
+    assert found == prompt.replace("||", "\n\n")
+    plain = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    tokenizer = load_tokenizer(with_template(directory, tmp_path / "b", plain))
+    expected = "".join(f"{role}:{text};" for role, text in pairs)
+    assert tokenizer.decode(chat_ids(tokenizer, messages, {})) == expected
+
+
+def test_turns_that_cannot_alternate_are_refused(directory, tmp_path):
+    tokenizer = load_tokenizer(with_template(directory, tmp_path, ALTERNATING))
+    for first in ("assistant", "tool"):
+        messages = [{"role": first, "content": "x"}, {"role": "user", "content": "y"}]
+        with pytest.raises(ValueError, match="roles must alternate"):
+            chat_ids(tokenizer, messages, {})
+
+
 def test_a_template_error_without_a_system_message_is_shown(server):
     class Refusing:
         def chat(self, messages, **variables):

@@ -137,6 +137,7 @@ CASES = (
     (GemmaParser, f"Let me see.{GEMMA}{GEMMA_NOW}"),
     (MiniMaxParser, f"Let me see.\n\n{MINIMAX}{MINIMAX_NOW}"),
     (KimiParser, f"Let me see.{KIMI}{KIMI_NOW}"),
+    (KimiParser, f"Let me see.{KIMI}{KIMI_NOW.replace('{}', '')}"),
     (PythonicParser, f"Let me see.{PYTHONIC}, now()]<|tool_call_end|>"),
     (PythonicParser, f"Let me see.{PYTHONIC}]<|tool_call_end|><|tool_call_start|>[now()]"),
     (PythonicParser, f'Let me see.<|tool_call_start|>{MISTRAL}{{"name": "now"}}]<|tool_call_end|>'),

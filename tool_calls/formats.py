@@ -260,16 +260,22 @@ class KimiParser(CallParser):
         section, section_end, begin, end, argument = map(self.marker, self.tokens)
         name, first = NAME.replace(":", ""), re.escape(begin) if self.opener == section else ""
         head = rf"\s*(?:functions\.)?({name})(?::\d+)?\s*{re.escape(argument)}\s*"
-        partial = rf"\s*(({name})(:\d*)?\s*(({re.escape(argument)}\s*)|{beginnings(argument)})?)?"
+        ends = beginnings(end, section_end)  # arguments may be missing
+        given = rf"{re.escape(argument)}\s*({ends})?|{beginnings(argument)}"
+        partial = rf"\s*(({name})(:\d*)?\s*({given})?)?"
         begun = rf"|\s*({beginnings(begin)})" if first else ""
+        follows = "|".join(map(re.escape, ("{", end, section_end)))
         match = yield from self.expect(
-            rf"\s*{first}{head}(?=\{{)", rf"\s*{first}{partial}{begun}|\s*"
+            rf"\s*{first}{head}(?={follows})", rf"\s*{first}{partial}{begun}|\s*"
         )
         if not match:
             return False
         self.begin(match[1])
         self.buffer = self.buffer[match.end() :]
-        yield from self.json_arguments()
+        if self.buffer.startswith("{"):
+            yield from self.json_arguments()
+        else:
+            self.end_arguments()
         yield from self.skip_closer(end)
         yield from self.skip_closer(section_end)
         return True
