@@ -1,8 +1,9 @@
-"""Read files only if they are regular; tell files and directories from links to them."""
+"""Read files only if they are regular, write whole ones; tell files and directories from links."""
 
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 MAX_READ = 1 << 30  # bytes; the largest tokenizer.json and index have tens of megabytes
@@ -26,6 +27,17 @@ def check_regular(path: Path, status: os.stat_result | None = None) -> None:
     """Raise OSError unless a file is a regular one. status: default: that of the path."""
     if not stat.S_ISREG((status or path.stat()).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole, or leave what was there. Raises OSError, or UnicodeEncodeError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        with suppress(OSError):  # it is there after an error alone
+            part.unlink()
 
 
 def is_own_file(path: Path) -> bool:
