@@ -19,12 +19,7 @@ from models.gguf import Values, log_of_negative, made_of
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
+from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
 from models.tensors import Recipes, score_bias_recipe, with_mixer
 from ops.plain.rope import rope_table
 
@@ -215,8 +210,7 @@ class KimiLinear(LatentFamily):
         sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)
         H, C = args.delta_heads, args.delta_dim
         rule = tokens * H * (14 * C + 4 * 64)  # keys, decays, scores of 64 tokens
-        state = H * C * C + (args.conv_width - 1 + MAX_TENTATIVE) * sizes.channels
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * C * C)
         return cached, max(expanded, 4 * tokens * sizes.channels + 2 * rule) + 2 * taken
 
     # GGUF files ---------------------------------------------------------------------------------

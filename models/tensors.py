@@ -35,6 +35,11 @@ def copy_of(name: str, *shape: int, **options) -> Recipe:
     return Recipe(shape, {name: WHOLE}, **options)
 
 
+def conv_recipe(name: str, channels: int, width: int) -> Recipe:
+    """Return the recipe of a depthwise convolution's weight [N, W], published as [N, 1, W]."""
+    return copy_of(name, channels, 1, width, transform=lambda t: t.squeeze(1))
+
+
 def prefixed(table: Recipes, layer: int, published: int | None = None) -> Recipes:
     """Add the layer's prefix to both sides of a layer's table.
 

@@ -83,8 +83,8 @@ class CallParser:
     """Splits an answer into text and tool calls. Text that only looks like a call is text.
 
     in_template: texts by which a chat template is recognized. tokens: markers that may be control
-    tokens. openers: markers that begin a call. closer: text that ends it. json_tags: what stands
-    around {"name": ..., "arguments": {...}}, if calls are such objects. White space around calls
+    tokens. openers: markers that begin a call. closer: text that ends it. json_tags: texts before
+    and after {"name": ..., "arguments": {...}}, if calls are such objects. White space around calls
     belongs to neither text nor call.
     """
 

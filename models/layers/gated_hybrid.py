@@ -18,12 +18,7 @@ from models.gguf import (
 )
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
+from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
     ScaledRopeFamily,
@@ -159,10 +154,9 @@ class HybridFamily(ScaledRopeFamily):
     def attention_memory(self, args: HybridArgs, length: int) -> tuple[int, int]:
         """The delta rule of a prompt's chunk takes most, then a sequence's snapshots; both fp32."""
         sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)
-        _, H, Ck, Cv, W = sizes
+        _, H, Ck, Cv, _ = sizes
         rule = tokens * H * (6 * Ck + 4 * Cv + 4 * 64)  # keys, values, scores of 64 tokens
-        state = H * Ck * Cv + (W - 1 + MAX_TENTATIVE) * sizes.channels  # pending tokens, too
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * Ck * Cv)
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
 

@@ -10,12 +10,7 @@ from models.config import HFConfig
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
 from models.layers.mamba2 import MambaSizes, mamba_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
+from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
 from models.tensors import Recipes, with_mixer
 from ops.plain.rope import rope_table
 
@@ -85,10 +80,9 @@ class MambaFamily(Family):
     def attention_memory(self, args: MambaArgs, length: int) -> tuple[int, int]:
         """A prompt's chunk takes most, in fp32, then a sequence's snapshots."""
         sizes, tokens = args.mamba_sizes, min(length, PROMPT_CHUNK)
-        H, P, _, N, W = sizes
+        H, P, _, N, _ = sizes
         rule = tokens * H * (4 * P + 3 * N + 4 * 64)  # x, B, C and scores of 64 tokens
-        state = H * P * N + (W - 1 + MAX_TENTATIVE) * sizes.channels  # pending tokens, too
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * P * N)
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
 

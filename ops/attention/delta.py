@@ -288,7 +288,7 @@ def delta_tokens(
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
     one token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. Ck and Cv
-    are powers of two (`delta_tokens_supports`).
+    are powers of two (`kernels_support`).
 
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.
@@ -328,14 +328,6 @@ def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
 def _(qkv: Tensor, gates: list[Tensor], state: Tensor, *rest) -> Tensor:
     B, T, _ = qkv.shape
     return qkv.new_empty(B, T, state.shape[1] * state.shape[3])
-
-
-def delta_tokens_supports(state: Tensor) -> bool:
-    """Whether to call `delta_tokens`: in compiled code on a GPU, with heads that fit its tiles.
-
-    state: [B, H, Ck, Cv]. Eager code keeps the plain form, which is the reference.
-    """
-    return torch.compiler.is_compiling() and kernels_support(state)
 
 
 def kernels_support(state: Tensor) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+MAX_TENTATIVE = 16  # tokens of one call that can still be refused
+MAX_SNAPSHOTS = 8  # most copies of a sequence's recurrent states, or rings, that are kept
+
 
 def take_in_plain(
     state: Tensor,
