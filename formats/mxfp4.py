@@ -106,6 +106,11 @@ def e8m0_to_float(exponents: Tensor) -> Tensor:
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
 
 
+def are_finite_scales(scales: Tensor) -> bool:
+    """Whether every e2m1 number is finite in fp32 with each of these e8m0 scales."""
+    return bool(scales.max() <= 252)
+
+
 def published_codes(blocks: Tensor) -> Tensor:
     """Published uint8 [..., in / 32, 16], of two codes the first in the low bits -> `codes`."""
     return nibbles_to_words(blocks.flatten(-2), GROUP)

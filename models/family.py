@@ -28,6 +28,7 @@ from models.tensors import (
     norm_recipes,
     prefixed,
     rest_recipes,
+    score_bias_recipe,
     shared_expert_recipes,
 )
 
@@ -116,10 +117,15 @@ class Family:
     gguf_rest: MadeTable = {}  # the same for tensors outside of the layers
     gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
+    # Fields that tensor parallelism divides by the ranks, beside those of every family: numbers,
+    # or tuples with one for each layer.
+    sharded: tuple[str, ...] = ()
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
     kv_head_fields: tuple[str, ...] = ("n_kv_head",)
 
     renamed_tensors: tuple[tuple[str, str], ...] = ()  # its names -> the shared ones
+    has_score_bias: bool = False  # the router's bias (SigmoidRoutedMoE) is published
+    has_shared_gate: bool = False  # that of GatedSharedExpertMoE is, too
     # Where a head for multi-token prediction is published (models/multi_token.py).
     published_head: PublishedHead | None = None
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
@@ -148,12 +154,9 @@ class Family:
 
     @property
     def sharded_fields(self) -> tuple[str, ...]:
-        """The fields that tensor parallelism divides by the ranks, beside those of every family.
-
-        They are numbers, or a tuple with one for each layer.
-        """
+        """All fields that tensor parallelism divides by the ranks, beside those of `ModelArgs`."""
         names = (field.name for field in dataclasses.fields(self.args_class))
-        return tuple(name for name in names if name.endswith("_intermediate"))
+        return *(name for name in names if name.endswith("_intermediate")), *self.sharded
 
     def sharded_heads(self, args: ModelArgs) -> dict[str, int]:
         """Return what to call them -> heads besides `n_head` that the ranks must divide."""
@@ -225,7 +228,9 @@ class Family:
         return attention_recipes(args)
 
     def expert_recipes(self, args: ModelArgs, layout: PublishedLayout) -> Recipes:
-        return expert_recipes(args, layout.fused) | shared_expert_recipes(args)
+        shared = shared_expert_recipes(args, self.has_shared_gate)
+        bias = score_bias_recipe(args) if self.has_score_bias else {}
+        return expert_recipes(args, layout.fused) | shared | bias
 
     def rest_recipes(self, args: ModelArgs) -> Recipes:
         return rest_recipes(args)

@@ -20,7 +20,6 @@ from model import (
     ModelArgs,
     MoE,
     Transformer,
-    is_layer,
     new_parameter,
 )
 from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
@@ -28,7 +27,7 @@ from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
+from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, with_mixer
 from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
@@ -56,7 +55,6 @@ class Gemma4Args(ModelArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             # Tensor parallelism shards `wo` of all layers by one row of its table.
             "global_head_dim": self.global_head_dim % self.head_dim == 0,
             "global_kv_head": self.n_head % self.global_kv_head == 0,
@@ -420,9 +418,7 @@ class Gemma4Text(Family):
         table = super().layer_recipes(args, layer, layout)
         if layer not in args.full_layers:
             return table
-        attention = f"layers.{layer}.attention."
-        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-        return table | prefixed(self.global_attention_recipes(args), layer)
+        return with_mixer(table, layer, self.global_attention_recipes(args))
 
     def global_attention_recipes(self, args: Gemma4Args) -> Recipes:
         C, D = args.global_head_dim, args.dim

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, is_layer
+from model import Block
 from models.config import (
     MAX_INTEGERS,
     HFConfig,
@@ -20,7 +20,7 @@ from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
 from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
-from models.tensors import Recipes, score_bias_recipe, with_mixer
+from models.tensors import Recipes, with_mixer
 from ops.plain.rope import rope_table
 
 KINDS = "linear_attention", "full_attention"
@@ -44,7 +44,6 @@ class KimiLinearArgs(LatentArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "conv_width": self.conv_width > 1,
         }
 
@@ -155,6 +154,7 @@ class KimiLinear(LatentFamily):
     }
     rope_types = ("default",)
     topk_methods = ("noaux_tc",)
+    has_score_bias = True
     renamed_tensors = (
         (".block_sparse_moe.", ".mlp."),
         (".w1.", ".gate_proj."),
@@ -239,8 +239,7 @@ class KimiLinear(LatentFamily):
 
     def gguf_config(self, values: Values) -> dict:
         config = super().gguf_config(values)
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        kinds = [KINDS[not values.has("ssm_a", n)] for n in values.layer_numbers]
         size, numbers = config.get("linear_head_dim"), values.width("ssm_dt.bias", 0)
         if numbers and type(size) is int and size > 0:
             config["linear_num_heads"] = numbers // size
@@ -254,14 +253,9 @@ class KimiLinear(LatentFamily):
             return table
         return with_mixer(table, layer, kimi_delta_recipes(args.delta_sizes, args.dim))
 
-    def expert_recipes(self, args: KimiLinearArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
-
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "delta_heads"
+    sharded = ("delta_heads",)
 
     def sharded_heads(self, args: KimiLinearArgs) -> dict[str, int]:
         return {"heads of Kimi Delta Attention": args.delta_heads}

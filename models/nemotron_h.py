@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from model import Block, Linear, is_layer
+from model import Block, Linear
 from models.config import HFConfig
 from models.family import PublishedLayout, Shard
 from models.gguf import MadeTable, Values, made_of
@@ -40,12 +40,9 @@ class NemotronHArgs(MambaArgs):
     routed_scale: float = 1.0  # of routing weights
     latent_dim: int | None = None  # the routed experts' input and output; None: D
 
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: no groups of experts
-
     def constraints(self) -> dict[str, bool]:
-        known = all(is_layer(layer, self.n_layer) for layer in self.mixer_layers)
-        apart = not {*self.mixer_layers} & {*self.dense_layers}
-        return super().constraints() | {"mixer_layers": known and apart}
+        found, apart = super().constraints(), not {*self.mixer_layers} & {*self.dense_layers}
+        return found | {"mixer_layers": found["mixer_layers"] and apart}
 
     def published_at(self, layer: int) -> int:
         """Return which published layer is the mixer of a block. Its FFN is the next one."""
@@ -278,7 +275,7 @@ class NemotronH(MambaFamily):
         tensors = {"ssm_a": "M", "attn_q.weight": "*", "ffn_gate_inp.weight": "E"}
         letters = [
             next((letter for name, letter in tensors.items() if values.has(name, layer)), "-")
-            for layer in range(min(values.layers, len(values.shapes)))
+            for layer in values.layer_numbers
         ]
         config["moe_intermediate_size"] = values.width("ffn_down_exps.weight", 2)
         if dense := values.width("ffn_down.weight", 1):

@@ -58,7 +58,6 @@ class Qwen4ExpArgs(HybridArgs):
             "streams": self.streams > 1,
             "index_dim": self.index_dim % self.rotary_dim == 0,
             "index_budget": self.index_budget % self.index_ratio == 0,
-            "ngram_layers": all(is_layer(layer, self.n_layer) for layer in self.ngram_layers),
             "ngram_order": self.ngram_order > 1,
             "ngram_dim": not self.ngram_layers or self.ngram_dim % self.ngram_sizes.all_heads == 0,
             "ngram_end": self.ngram_end < self.vocab_size,

@@ -141,10 +141,14 @@ def expert_recipes(args: ModelArgs, fused: bool) -> Recipes:
     }
 
 
-def shared_expert_recipes(args: ModelArgs) -> Recipes:
+def shared_expert_recipes(args: ModelArgs, gated: bool) -> Recipes:
     """A layer's shared expert, if args has a field `shared_intermediate` that is not 0."""
     width = getattr(args, "shared_intermediate", 0)
-    return dense_recipes("ffn.shared", "mlp.shared_expert", args.dim, width) if width else {}
+    if not width:
+        return {}
+    gate = {"ffn.shared_gate.weight": copy_of("mlp.shared_expert_gate.weight", 1, args.dim)}
+    table = dense_recipes("ffn.shared", "mlp.shared_expert", args.dim, width)
+    return table | gate if gated else table
 
 
 def score_bias_recipe(args: ModelArgs) -> Recipes:

@@ -31,9 +31,9 @@ from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
-from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
+from models.latent_family import LatentArgs
 from models.layers.gated_delta_net import DeltaNet
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights, random_prompt
@@ -698,7 +698,7 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
             {"sliding_window": 150, "full_layers": (1,), "yarn": Yarn(4.0, 1024)},
         ),
         (
-            DeepseekArgs,
+            LatentArgs,
             "deepseek_v2",
             {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
         ),

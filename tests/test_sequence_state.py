@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from formats.kv_cache import Int8KVCache
 from model import Context, KVCache, Linear, ModelArgs, Transformer
-from models.deepseek import DeepseekArgs, DeepseekTransformer
+from models.latent_family import LatentArgs, LatentTransformer
 from ops.plain.pending import MAX_TENTATIVE
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -111,8 +111,8 @@ def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:
 def make_model(kind: str = "plain", seed: int = 0) -> Transformer:
     if kind == "latent":
         latent = dict(n_kv_head=1, head_dim=16, rotary_dim=8, kv_rank=16, value_dim=8)
-        args = DeepseekArgs("deepseek_v2", **SIZES, **latent)
-        return with_recurrence(DeepseekTransformer(args), seed)
+        args = LatentArgs("deepseek_v2", **SIZES, **latent)
+        return with_recurrence(LatentTransformer(args), seed)
     args = ModelArgs("mixtral", **SIZES, n_kv_head=2, head_dim=8)
     return with_recurrence(Transformer(args), seed)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, is_layer
+from model import Block
 from models.config import HFConfig, listed_kinds, rotary_dim
 from models.family import APART, PublishedLayout, Shard
 from models.gguf import (
@@ -27,7 +27,7 @@ from models.layers.scaled_rope import (
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipe, Recipes, copy_of, with_mixer
+from models.tensors import Recipe, Recipes, with_mixer
 
 KINDS = "linear_attention", "full_attention"
 
@@ -49,7 +49,6 @@ class HybridArgs(ScaledRopeArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "rotary_dim": self.rotary_dim % 2 == 0 and self.head_dim % self.rotary_dim == 0,
             "delta_key_heads": self.delta_value_heads % self.delta_key_heads == 0,
             "conv_width": self.conv_width > 1,
@@ -127,6 +126,7 @@ class HybridFamily(ScaledRopeFamily):
     fixed = {"qk_norm": "head"}
     nullable = ("partial_rotary_factor",)
     published_head = APART
+    has_shared_gate = True
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)
@@ -190,8 +190,7 @@ class HybridFamily(ScaledRopeFamily):
         heads, inner = config.get("linear_num_value_heads"), values.get("ssm.inner_size")
         if type(heads) is int and type(inner) is int and heads > 0:
             config["linear_value_head_dim"] = inner // heads
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        kinds = [KINDS[not values.has("ssm_a", n)] for n in values.layer_numbers]
         return config | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
@@ -226,22 +225,13 @@ class HybridFamily(ScaledRopeFamily):
     def attention_recipes(self, args: HybridArgs) -> Recipes:
         return gated_attention_recipes(args)
 
-    def expert_recipes(self, args: HybridArgs, layout: PublishedLayout) -> Recipes:
-        table = super().expert_recipes(args, layout)
-        if args.shared_intermediate:
-            gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
-            table["ffn.shared_gate.weight"] = gate
-        return table
-
     def rest_recipes(self, args: HybridArgs) -> Recipes:
         norm = zero_centered("model.norm.weight", args.dim)
         return super().rest_recipes(args) | {"norm.weight": norm}
 
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "delta_key_heads", "delta_value_heads"
+    sharded = "delta_key_heads", "delta_value_heads"
 
     def sharded_heads(self, args: HybridArgs) -> dict[str, int]:
         return {"key heads of Gated DeltaNet": args.delta_key_heads}

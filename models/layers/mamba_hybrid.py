@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import ModelArgs, Transformer, is_layer
+from model import ModelArgs, Transformer
 from models.config import HFConfig
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
@@ -31,7 +31,6 @@ class MambaArgs(ModelArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "mamba_groups": self.mamba_heads % self.mamba_groups == 0,
             "conv_width": self.conv_width > 1,
             "sliding_window": self.sliding_window is None,
@@ -121,9 +120,7 @@ class MambaFamily(Family):
     # A group's B and C are replicated if there are fewer groups than ranks.
     kv_head_fields = "n_kv_head", "mamba_groups"
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "mamba_heads"
+    sharded = ("mamba_heads",)
 
     def sharded_heads(self, args: MambaArgs) -> dict[str, int]:
         found = {"heads of Mamba-2": args.mamba_heads}
