@@ -26,8 +26,7 @@ from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
     gated_delta_step,
-    gates_in_torch,
-    mask_gates,
+    masked_gates_in_torch,
     norm_in_torch,
 )
 from ops.plain.pending import MAX_TENTATIVE
@@ -236,7 +235,7 @@ def part_errors(v: Tensor) -> list[float]:
     for G in (H, H * C):
         ba = 4 * torch.randn(B, Q, H + G + 5)[:, :, 3 : H + G + 3]  # as of a split
         weights = ba, torch.randn(H), torch.ones(G)
-        want = mask_gates(*gates_in_torch(*weights), real)
+        want = masked_gates_in_torch(*weights, real)
         got = parts.launch_gates(*weights, real)
         found += [relative_error(*pair) for pair in zip(got, want, strict=True)]
     return found

@@ -48,7 +48,6 @@ from ops.attention.delta_state import (
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
-from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
 # Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
@@ -359,11 +358,9 @@ def take_in_pending(
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)
         return
 
-    def advance(x: Tensor, ba: Tensor, kept: Tensor, old: Tensor) -> Tensor:
-        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], w.conv)
+    def advance(y: Tensor, g: Tensor, beta: Tensor, old: Tensor) -> Tensor:
         q, k, v = y.split((K * CK, K * CK, H * CV), dim=-1)
         q, k = (part.unflatten(-1, (K, CK)) for part in (q, k))
-        g, beta = mask_gates(*gates_in_torch(ba, w.a_log, w.dt_bias), kept)
         return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
 
-    take_in_plain(state, pending, W, position, last, row, advance)
+    take_in_plain(state, pending, w, position, last, row, advance)
