@@ -218,11 +218,14 @@ class Family:
             ffn = dense_recipes("ffn", "mlp", args.dim, args.dense_intermediate)
         else:
             ffn = self.expert_recipes(args, layout)
-        table = self.norm_recipes(args) | self.attention_recipes(args) | ffn
-        return prefixed(table, layer)
+        return prefixed(self.norm_recipes(args) | self.mixer_recipes(args, layer) | ffn, layer)
 
     def norm_recipes(self, args: ModelArgs) -> Recipes:
         return norm_recipes(args)
+
+    def mixer_recipes(self, args: ModelArgs, layer: int) -> Recipes:
+        """Return the recipes of a layer's attention, or of what it has in place of that."""
+        return self.attention_recipes(args)
 
     def attention_recipes(self, args: ModelArgs) -> Recipes:
         return attention_recipes(args)

@@ -27,7 +27,7 @@ from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, with_mixer
+from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes
 from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
@@ -414,11 +414,9 @@ class Gemma4Text(Family):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: Gemma4Args, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
-        if layer not in args.full_layers:
-            return table
-        return with_mixer(table, layer, self.global_attention_recipes(args))
+    def mixer_recipes(self, args: Gemma4Args, layer: int) -> Recipes:
+        is_global = layer in args.full_layers
+        return (self.global_attention_recipes if is_global else self.attention_recipes)(args)
 
     def global_attention_recipes(self, args: Gemma4Args) -> Recipes:
         C, D = args.global_head_dim, args.dim

@@ -14,13 +14,13 @@ from models.config import (
     read_mlp_types,
     unsupported,
 )
-from models.family import PublishedLayout, Shard
+from models.family import Shard
 from models.gguf import Values, log_of_negative, made_of
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
 from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
-from models.tensors import Recipes, with_mixer
+from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
 KINDS = "linear_attention", "full_attention"
@@ -247,11 +247,10 @@ class KimiLinear(LatentFamily):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: KimiLinearArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: KimiLinearArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, kimi_delta_recipes(args.delta_sizes, args.dim))
+            return self.attention_recipes(args)
+        return kimi_delta_recipes(args.delta_sizes, args.dim)
 
     # Tensor parallelism ---------------------------------------------------------------------------
 

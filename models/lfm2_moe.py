@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from model import Block
 from models.config import HFConfig, listed_kinds, unsupported
-from models.family import PublishedLayout, Shard
+from models.family import Shard
 from models.gguf import Values, dense_config, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.short_conv import ShortConv, short_conv_recipes
-from models.tensors import Recipes, with_mixer
+from models.tensors import Recipes
 
 KINDS = "conv", "full_attention"
 
@@ -139,11 +139,10 @@ class Lfm2Moe(ScaledRopeFamily):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: Lfm2MoeArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: Lfm2MoeArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, short_conv_recipes(args))
+            return self.attention_recipes(args)
+        return short_conv_recipes(args)
 
     # Tensor parallelism ---------------------------------------------------------------------------
 

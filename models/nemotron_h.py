@@ -14,7 +14,7 @@ from models.config import HFConfig
 from models.family import PublishedLayout, Shard
 from models.gguf import MadeTable, Values, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.mamba2 import Mamba2, mamba_recipes
+from models.layers.mamba2 import Mamba2
 from models.layers.mamba_hybrid import (
     ATTENTION,
     MAMBA,
@@ -24,7 +24,7 @@ from models.layers.mamba_hybrid import (
 )
 from models.layers.mixer_block import MixerBlock
 from models.layers.relu_squared import UngatedExperts, UngatedFeedForward
-from models.tensors import Recipe, Recipes, attention_recipes, copy_of, prefixed, score_bias_recipe
+from models.tensors import Recipe, Recipes, copy_of, prefixed, score_bias_recipe
 from ops.declared import RELU_SQUARED, ExpertAdditions
 
 # Kinds of published layers, by their letter in hybrid_override_pattern.
@@ -213,12 +213,8 @@ class NemotronH(MambaFamily):
 
     def layer_recipes(self, args: NemotronHArgs, layer: int, layout: PublishedLayout) -> Recipes:
         at = args.published_at(layer)
-        mixer = {"attention_norm.weight": copy_of("input_layernorm.weight", args.dim)}
-        if layer in args.full_layers:
-            mixer |= attention_recipes(args)
-        else:
-            mixer |= mamba_recipes(args.mamba_sizes, args.dim, self.mamba)
-        table = prefixed(mixer, layer, at)
+        norm = {"attention_norm.weight": copy_of("input_layernorm.weight", args.dim)}
+        table = prefixed(norm | self.mixer_recipes(args, layer), layer, at)
         if layer in args.mixer_layers:
             return table
         ffn = {"ffn_norm.weight": copy_of("input_layernorm.weight", args.dim)}

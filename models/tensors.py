@@ -55,13 +55,6 @@ def prefixed(table: Recipes, layer: int, published: int | None = None) -> Recipe
     }
 
 
-def with_mixer(table: Recipes, layer: int, mixer: Recipes) -> Recipes:
-    """Return a layer's table with the recipes of what is in place of attention."""
-    attention = f"layers.{layer}.attention."
-    kept = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-    return kept | prefixed(mixer, layer)
-
-
 def rest_recipes(args: ModelArgs) -> Recipes:
     """Everything outside of the layers."""
     V, D = args.vocab_size, args.dim

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Block
 from models.config import HFConfig, listed_kinds, rotary_dim
-from models.family import APART, PublishedLayout, Shard
+from models.family import APART, Shard
 from models.gguf import (
     Values,
     dense_config,
@@ -27,7 +27,7 @@ from models.layers.scaled_rope import (
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipe, Recipes, with_mixer
+from models.tensors import Recipe, Recipes
 
 KINDS = "linear_attention", "full_attention"
 
@@ -195,12 +195,10 @@ class HybridFamily(ScaledRopeFamily):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: HybridArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: HybridArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        delta = self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
-        return with_mixer(table, layer, delta)
+            return self.attention_recipes(args)
+        return self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
 
     def projection_recipes(self, args: HybridArgs) -> Recipes:
         """Return the recipes of a Gated DeltaNet layer's wqkvz and wba: of four projections."""

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from model import ModelArgs, Transformer
 from models.config import HFConfig
-from models.family import Family, PublishedLayout, Shard
+from models.family import Family, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
 from models.layers.mamba2 import MambaSizes, mamba_recipes
 from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
-from models.tensors import Recipes, with_mixer
+from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
 # Names of a layer's kind, those of older files too.
@@ -85,11 +85,10 @@ class MambaFamily(Family):
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
 
-    def layer_recipes(self, args: MambaArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: MambaArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, mamba_recipes(args.mamba_sizes, args.dim, self.mamba))
+            return self.attention_recipes(args)
+        return mamba_recipes(args.mamba_sizes, args.dim, self.mamba)
 
     # GGUF files ---------------------------------------------------------------------------------
 
