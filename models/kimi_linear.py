@@ -19,7 +19,7 @@ from models.gguf import Values, log_of_negative, made_of
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
-from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
 from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
@@ -53,7 +53,7 @@ class KimiLinearArgs(LatentArgs):
         return KimiDeltaSizes(H, H, C, C, self.conv_width)
 
 
-class KimiLinearTransformer(LatentTransformer):
+class KimiLinearTransformer(RecurrentTransformer, LatentTransformer):
     args: KimiLinearArgs
     moe_class = SigmoidRoutedMoE
 
@@ -62,10 +62,6 @@ class KimiLinearTransformer(LatentTransformer):
         if layer not in args.full_layers:
             block.attention = KimiDelta(args)
         return block
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         """Return cosines of 1 and sines of 0: latent attention rotates by nothing."""

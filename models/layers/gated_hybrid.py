@@ -18,7 +18,7 @@ from models.gguf import (
 )
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
-from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
     ScaledRopeFamily,
@@ -67,7 +67,7 @@ class HybridArgs(ScaledRopeArgs):
         )
 
 
-class HybridTransformer(ScaledRopeTransformer):
+class HybridTransformer(RecurrentTransformer, ScaledRopeTransformer):
     args: HybridArgs
 
     def __init__(self, args: HybridArgs):
@@ -82,10 +82,6 @@ class HybridTransformer(ScaledRopeTransformer):
         if layer not in args.dense_layers:
             block.ffn = GatedSharedExpertMoE(args)
         return block
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         rotated = self.args.rotary_dim

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import ModelArgs, Transformer
+from model import ModelArgs
 from models.config import HFConfig
 from models.family import Family, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
 from models.layers.mamba2 import MambaSizes, mamba_recipes
-from models.layers.pending_state import PROMPT_CHUNK, join_projections, snapshot_numbers
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
 from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
@@ -47,14 +47,10 @@ class MambaArgs(ModelArgs):
         )
 
 
-class MambaTransformer(Transformer):
+class MambaTransformer(RecurrentTransformer):
     """A model whose attention has no RoPE."""
 
     args: MambaArgs
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         """Return cosines of 1 and sines of 0: the kernels of attention rotate by nothing."""

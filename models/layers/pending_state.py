@@ -242,8 +242,12 @@ class RecurrentLayer(nn.Module):
         return self.mix_few(*self.split(projected), context)
 
 
-def join_projections(model: Transformer) -> None:
-    """Join the first products of all recurrent layers that are on a GPU."""
-    for block in model.layers:
-        if isinstance(block.attention, RecurrentLayer) and model.embedding.weight.is_cuda:
-            block.attention.join_projections()
+class RecurrentTransformer(Transformer):
+    """A model of which some layers are recurrent."""
+
+    def tie_weights(self) -> None:
+        """Join the first products of recurrent layers on a GPU, too."""
+        super().tie_weights()
+        for block in self.layers:
+            if isinstance(block.attention, RecurrentLayer) and self.embedding.weight.is_cuda:
+                block.attention.join_projections()
