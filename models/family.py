@@ -15,6 +15,7 @@ from models.config import (
     HFConfig,
     common_fields,
     common_keys,
+    nested_text_config,
     own_key,
     window_field,
 )
@@ -96,6 +97,7 @@ class Family:
     model_class: type[Transformer] = Transformer
 
     # config.json
+    is_nested: bool = False  # it may have the language model's as `text_config`
     defaults: Mapping = NOTHING  # values of absent keys, those of transformers' config class
     renamed_keys: Mapping[str, str] = NOTHING  # its own key -> the shared one
     field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
@@ -131,8 +133,8 @@ class Family:
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
 
     def text_config(self, config: dict) -> dict:
-        """Return the config of the language model, which may be nested in config.json."""
-        return config
+        """Return the config of the language model."""
+        return nested_text_config(config) if self.is_nested else config
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""

@@ -22,7 +22,7 @@ from model import (
     Transformer,
     new_parameter,
 )
-from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
+from models.config import HFConfig, listed_kinds, unsupported
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
@@ -364,7 +364,7 @@ class Gemma4Text(Family):
         }
 
     def text_config(self, config: dict) -> dict:
-        return flat_rope(config)
+        return flat_rope(super().text_config(config))
 
     def arg_fields(self, c: HFConfig) -> dict:
         for key, value in self.needed.items():
@@ -478,6 +478,7 @@ class Gemma4(Gemma4Text):
     """The model with vision, of which the text part is run."""
 
     name = "gemma4"
+    is_nested = True
     gguf = None  # such files have the text model alone
     fixed = Gemma4Text.fixed | {"family": Gemma4Text.name}  # the text part is that model
     renamed_tensors = (("model.language_model.", "model."), *Gemma4Text.renamed_tensors)
@@ -487,9 +488,6 @@ class Gemma4(Gemma4Text):
         "model.audio_tower.",
         "model.embed_audio.",
     )
-
-    def text_config(self, config: dict) -> dict:
-        return flat_rope(nested_text_config(config))
 
     # As in text_config of google/gemma-4-26B-A4B-it on the Hugging Face Hub.
     shapes = {
