@@ -27,7 +27,14 @@ from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes
+from models.tensors import (
+    Recipe,
+    Recipes,
+    attention_recipes,
+    copy_of,
+    dense_recipes,
+    expert_recipes,
+)
 from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
@@ -419,18 +426,11 @@ class Gemma4Text(Family):
         return (self.global_attention_recipes if is_global else self.attention_recipes)(args)
 
     def global_attention_recipes(self, args: Gemma4Args) -> Recipes:
-        C, D = args.global_head_dim, args.dim
-        q, k = args.n_head * C, args.global_kv_head * C
-        rows = {"q": slice(0, q), "k": slice(q, q + k)}
-        sources: dict[str, tuple] = {
-            f"self_attn.{name}_proj.weight": (place,) for name, place in rows.items()
-        }
-        return {
-            "attention.wqk.weight": Recipe((q + k, D), sources),
-            "attention.wo.weight": copy_of("self_attn.o_proj.weight", D, q),
-            "attention.q_norm.weight": copy_of("self_attn.q_norm.weight", C),
-            "attention.k_norm.weight": copy_of("self_attn.k_norm.weight", C),
-        }
+        C, K = args.global_head_dim, args.global_kv_head
+        table = attention_recipes(replace(args, head_dim=C, n_kv_head=K))
+        shape, sources, *_ = table.pop("attention.wqkv.weight")
+        del sources["self_attn.v_proj.weight"]
+        return table | {"attention.wqk.weight": Recipe((shape[0] - K * C, shape[1]), sources)}
 
     def norm_recipes(self, args: Gemma4Args) -> Recipes:
         names = {
