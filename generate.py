@@ -409,11 +409,8 @@ def prepare_session(
     """
     kind = choose_speculation(options, prompts)
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
-    drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
-    draft_args = drafter and args_of_checkpoint(drafter)
-    check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
-    has_head = check_head(options, checkpoint, drafts)
-    if options.draft_vocab and not (drafter or has_head):
+    check_speculation(options, checkpoint, drafter)
+    if options.draft_vocab and not (drafter or uses_head(options, checkpoint)):
         raise ValueError(
             f"--draft_vocab {options.draft_vocab}: this checkpoint has no head for "
             "multi-token prediction: add --draft_checkpoint_path, or leave it out"
@@ -426,27 +423,32 @@ def prepare_session(
         kind = choose_speculation(options, prompts)
     plan_generation(options, checkpoint, drafter, device, length, batch, longest, setup.sizes)
     session = open_session(options, checkpoint, device, length, batch)
-    if kind == "off":
-        return session
-    dtype = DTYPES.get(options.dtype)
-    draft = drafter and load_model(drafter, device, dtype, options.parallel)
+    return session if kind == "off" else speculate(options, checkpoint, session, kind, drafter)
+
+
+def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint, drafter=None) -> None:
+    """Raise ValueError for a number of drafts, a draft model or a head that cannot be run."""
+    drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
+    draft_args = drafter and args_of_checkpoint(drafter)
+    check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
+    if uses_head(options, checkpoint):
+        check_mtp_drafts(drafts)
+        head_source(checkpoint)  # raises if there is none
+
+
+def speculate(
+    options: argparse.Namespace, checkpoint: Checkpoint, session: Session, kind: str, drafter=None
+) -> Speculation:
+    """Let a session verify drafts. kind: "auto", or any other. drafter: a draft model's source."""
+    dtype, has_head = DTYPES.get(options.dtype), uses_head(options, checkpoint)
+    draft = drafter and load_model(drafter, session.device, dtype, options.parallel)
     head = load_head(checkpoint, session.model, dtype, options.parallel) if has_head else None
-    ids = frequent_ids(checkpoint, options.draft_vocab) if draft or head else []
+    ids: list[int] = []
+    if draft or head:
+        count = vars(options).get("draft_vocab") or DRAFT_VOCAB
+        ids = load_tokenizer(checkpoint.directory).frequent_ids(count)
+    drafts = options.draft_tokens or DRAFT_TOKENS
     return Speculation(session, drafts, draft, head, kind == "auto", ids)
-
-
-def check_head(options: argparse.Namespace, checkpoint: Checkpoint, drafts: int) -> bool:
-    """Whether the checkpoint's head drafts. Raises ValueError if it is missing or drafts fewer."""
-    if not uses_head(options, checkpoint):
-        return False
-    check_mtp_drafts(drafts)
-    head_source(checkpoint)  # raises if there is none
-    return True
-
-
-def frequent_ids(checkpoint: Checkpoint, count: int | None = None) -> list[int]:
-    """Return the ids that a draft model or a head chooses among. count: None is DRAFT_VOCAB."""
-    return load_tokenizer(checkpoint.directory).frequent_ids(count or DRAFT_VOCAB)
 
 
 def check_clocks(kind: str | None) -> None:

@@ -33,21 +33,20 @@ from generate import (
     OUT_OF_MEMORY,
     begin_compiling,
     check_clocks,
-    check_head,
+    check_speculation,
     find_source,
-    frequent_ids,
     open_model,
     open_session,
     print_plan,
+    speculate,
 )
 from memory.card_plan import choose_format, settle
 from memory.commands import plan_server, server_setup, uses_head
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
-from runtime.loading import DTYPES, load_head
 from runtime.session import Session
-from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
+from runtime.speculation import Speculation
 
 log = logging.getLogger("moe_fast")
 
@@ -125,6 +124,7 @@ def load(
     if given is None:
         is_single = options.offload or options.speculate == "mtp"
         options.max_batch = 1 if is_single else DEFAULT_BATCH[device.type]
+    check_clocks(options.speculate)
     check_speculation(options, checkpoint)
     settle(options, device, server_setup(options, checkpoint, given or 1))
     capacity = plan_server(options, checkpoint, device, given or 1)
@@ -137,14 +137,6 @@ def load(
     return session, open_speculation(options, checkpoint, session), checkpoint.directory
 
 
-def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for options of speculation that this model or these ranks do not allow."""
-    check_clocks(options.speculate)
-    drafts = options.draft_tokens or DRAFT_TOKENS
-    check_drafting(drafts, args_of_checkpoint(checkpoint), None)
-    check_head(options, checkpoint, drafts)
-
-
 def open_speculation(
     options: argparse.Namespace, checkpoint: Checkpoint, session: Session
 ) -> Speculation | None:
@@ -155,14 +147,7 @@ def open_speculation(
     """
     is_slow = options.compile or options.offload or process_group.size() > 1
     kind = options.speculate or ("off" if is_slow else "auto")
-    if kind == "off":
-        return None
-    head, ids = None, []
-    if uses_head(options, checkpoint):
-        head = load_head(checkpoint, session.model, DTYPES.get(options.dtype), options.parallel)
-        ids = frequent_ids(checkpoint)
-    drafts = options.draft_tokens or DRAFT_TOKENS
-    return Speculation(session, drafts, None, head, kind == "auto", ids)
+    return None if kind == "off" else speculate(options, checkpoint, session, kind)
 
 
 def print_address(listener: socket.socket, name: str) -> None:

@@ -1,6 +1,12 @@
-"""What the plotting scripts share: a new figure, and saving it."""
+"""What the plotting scripts share: a new figure, saving it, and their main()."""
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
+
+from cli.command import command
+from cli.parser import Parser
+from cli.script_options import check_picture
 
 
 def new_figure(size: tuple[float, float], dpi: int = 200):
@@ -31,4 +37,21 @@ def save_figure(figure, path: Path) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         why = f"{error.strerror}: give a file that can be written"
-        raise ValueError(f"--output {path}: {why}") from None
+        raise ValueError(f"{path}: {why}") from None
+
+
+def picture_command(
+    build_parser: Callable[[], Parser], draw: Callable[[argparse.Namespace], object]
+) -> Callable[[], int]:
+    """Return a script's main(), which writes the figure that `draw` makes of its options."""
+
+    @command()
+    def main() -> int:
+        """Run the command; a user's mistake is one line on stderr and exit code 2."""
+        options = build_parser().parse_args()
+        check_picture(options)
+        save_figure(draw(options), options.output)
+        print(options.output)
+        return 0
+
+    return main

@@ -20,12 +20,10 @@ class AnswerPrinter:
     """
 
     def __init__(self, show: Callable[..., None], reader: Any = None):
-        self.show, self.reader = show, reader
+        self.show, self.parser = show, reader.parser() if reader else None
         self.text, self.reasoned, self.calls = "", "", []
         self.pieces, self.folded = 0, False
         self.dims = sys.stdout is not None and sys.stdout.isatty()
-        if reader:
-            reader.begin()
 
     def reasoning(self, piece: str) -> None:
         """Take a piece of reasoning, a token: count it in one line that is written again."""
@@ -50,15 +48,15 @@ class AnswerPrinter:
 
     def answer(self, piece: str) -> None:
         """Take new text of the answer."""
-        if not self.reader:
+        if not self.parser:
             self.add_text(piece)
             return
-        for found in self.reader.push(piece):
+        for found in self.parser.push(piece):
             self.add_piece(found)
 
     def end(self, is_cut: bool) -> None:
         """End the answer. is_cut: a limit has ended it, or Ctrl-C."""
-        for found in self.reader.end(is_cut) if self.reader else ():
+        for found in self.parser.flush(is_cut) if self.parser else ():
             self.add_piece(found)
         self.fold()
 

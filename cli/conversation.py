@@ -1,12 +1,12 @@
 """A chat's messages, and the file that keeps them."""
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.command import describe_os_error
+from cli.files import replace_text
 
 MAX_FILE = 16 << 20  # bytes of a conversation
 KEPT = "role", "content", "tool_calls", "tool_call_id"  # fields of a message
@@ -63,11 +63,6 @@ class Conversation:
         text = self.messages[asked[-1]]["content"]
         del self.messages[asked[-1] :]
         return text
-
-    def add(self, text: str, answer: str) -> None:
-        """Add a message of the user and its answer."""
-        self.messages.append({"role": "user", "content": text})
-        self.messages.append({"role": "assistant", "content": answer})
 
     def add_result(self, call: dict, text: str) -> None:
         """Add the result of a call."""
@@ -177,14 +172,9 @@ def save_messages(messages: list[dict], path: Path) -> None:
         except ValueError:
             why = f"{path} is there and holds no conversation"
             raise ValueError(f"{why}: give another name") from None
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        part.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        part.replace(path)
+        replace_text(path, json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
     except UnicodeEncodeError:  # half of a surrogate pair
-        part.write_text(json.dumps(messages, indent=1) + "\n")
-        part.replace(path)
+        replace_text(path, json.dumps(messages, indent=1) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise ValueError(describe_os_error(error, str(path))) from None

@@ -1,8 +1,9 @@
-"""Read files only if they are regular; tell files and directories from links to them."""
+"""Read files only if they are regular, write whole ones; tell files and directories from links."""
 
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -37,6 +38,17 @@ def lfs_pointer(path: Path) -> str:
     except OSError:
         return ""
     return f"{path} is a pointer of Git LFS: run git lfs pull in its folder" if is_pointer else ""
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole, or leave what was there. Raises OSError, or UnicodeEncodeError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, "utf-8")
+        part.replace(path)
+    finally:
+        with suppress(OSError):  # it is there after an error alone
+            part.unlink()
 
 
 def is_own_file(path: Path) -> bool:

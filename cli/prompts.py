@@ -3,12 +3,11 @@
 import io
 import json
 import os
-import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-MAX_BYTES = 1 << 30  # largest file
+from cli.files import read_regular
 
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
@@ -32,7 +31,12 @@ def read_prompts_file(path: Path) -> list[str]:
     """
     option = f"--prompts_file {path}"
     prompts = []
-    for number, data in enumerate(read_regular_file(path, option).split(b"\n"), 1):
+    try:
+        text = read_regular(path)
+    except OSError as error:
+        cause = error.strerror or os.strerror(error.errno or 0)
+        raise ValueError(f"{option}: {cause}: give a file that can be read") from None
+    for number, data in enumerate(text.split(b"\n"), 1):
         where = f"{option}: line {number}"
         try:
             line = data.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
@@ -55,21 +59,3 @@ def read_json_prompt(line: str, where: str) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'{where} is neither a text nor {{"prompt": a text}}')
     return prompt
-
-
-def read_regular_file(path: Path, option: str) -> bytes:
-    """Return the bytes of a file. Raises ValueError unless it is a regular one that fits.
-
-    Opening a FIFO would wait for its writer for ever.
-    """
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise ValueError(f"{option}: it is {kind}: give a file of prompts")
-        if status.st_size > MAX_BYTES:
-            raise ValueError(f"{option}: it is over {MAX_BYTES >> 30} GiB: split it")
-        return path.read_bytes()
-    except OSError as error:
-        cause = error.strerror or os.strerror(error.errno or 0)
-        raise ValueError(f"{option}: {cause}: give a file that can be read") from None

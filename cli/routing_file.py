@@ -1,11 +1,10 @@
 """The experts of generated tokens as a file, which the chat page opens."""
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from cli.command import describe_os_error
+from cli.files import replace_text
 
 VERSION = 1
 DIGITS = 4  # a weight's
@@ -43,12 +42,8 @@ class RoutingRecorder:
         """Write the file, or leave what was there. Raises ValueError if it cannot be written."""
         value = {"moe_fast_routing": VERSION, "model": self.model, "format": self.format}
         text = json.dumps(value | {"answers": self.answers})
-        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            part.write_text(text + "\n")
-            part.replace(self.path)
+            replace_text(self.path, text + "\n")
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             why = describe_os_error(error, str(self.path))
             raise ValueError(f"--save_routing: {why}") from None

@@ -22,29 +22,17 @@ def compare_parser() -> Parser:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="converted checkpoint, not quantized")
-    add(
-        "--hf_dir",
-        type=Path,
-        metavar="DIR",
-        help="its Hugging Face checkpoint; default: the folder around it",
-    )
+    parser.add_path("--hf_dir", "its Hugging Face checkpoint; default: the folder around it")
     add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT")
-    add(
-        "--tokens",
-        metavar="ID,ID",
-        help="prompt as token ids, for checkpoints without a tokenizer",
-    )
-    add("--new_tokens", type=int, default=128, metavar="N", help="tokens to generate (128)")
-    add(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest error that is accepted; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16",
-    )
+    tokens = "prompt as token ids, for checkpoints without a tokenizer"
+    add("--tokens", metavar="ID,ID", help=tokens)
+    parser.add_number("--new_tokens", "tokens to generate (128)", 128)
+    error = "largest error that is accepted; default: 1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16"
+    add("--tolerance", type=float, metavar="X", help=error)
     add_device(parser)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--compile", action="store_true", help="compile our decode step; transformers stays eager")
-    add("--json", action="store_true", help="print one JSON object")
+    parser.add_flag("--compile", "compile our decode step; transformers stays eager")
+    parser.add_flag("--json", "print one JSON object")
     return parser
 
 
@@ -57,27 +45,13 @@ def experts_parser() -> Parser:
         ),
     )
     add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded tiny model",
-    )
+    add_embedded(parser)
     add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="prompt; '-' reads stdin")
-    add(
-        "--layers",
-        metavar="N,N",
-        help="layers with a map; default: the first and the last with experts",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("experts.png"),
-        metavar="FILE",
-        help="picture, .png or .svg (experts.png)",
-    )
+    layers = "layers with a map; default: the first and the last with experts"
+    add("--layers", metavar="N,N", help=layers)
+    add_output(parser, "experts.png")
     add_device(parser)
-    add("--json", action="store_true", help="print load and entropies as one JSON object")
+    parser.add_flag("--json", "print load and entropies as one JSON object")
     return parser
 
 
@@ -107,44 +81,38 @@ def study_parser() -> Parser:
             " --tokens 5000 --profile DIR/expert_profile.json",
         ),
     )
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        metavar="DIR",
-        help="converted checkpoint; default: the embedded model",
-    )
-    add(
-        "--text_file",
-        type=Path,
-        metavar="FILE",
-        help="text to read; default: the embedded model's held-out text",
-    )
-    add("--tokens", type=int, default=2000, metavar="N", help="number of tokens to read (2000)")
+    add_embedded(parser)
+    text = "text to read; default: the embedded model's held-out text"
+    parser.add_path("--text_file", text, "FILE")
+    parser.add_number("--tokens", "number of tokens to read (2000)", 2000)
     add_device(parser)
-    add(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for the pictures offload_curves.svg and offload_experts.png",
+    pictures = "folder for the pictures offload_curves.svg and offload_experts.png"
+    parser.add_path("--output_dir", pictures)
+    profile = (
+        "write how often each expert was chosen, for --expert_profile, or as "
+        "expert_profile.json for a checkpoint's folder"
     )
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="write how often each expert was chosen, for --expert_profile, or as "
-        "expert_profile.json for a checkpoint's folder",
-    )
-    add("--json", action="store_true", help="print one JSON object after the tables")
+    parser.add_path("--profile", profile, "FILE")
+    parser.add_flag("--json", "print one JSON object after the tables")
     return parser
+
+
+def add_embedded(parser: Parser) -> None:
+    """Add a checkpoint without which the embedded one is read."""
+    parser.add_path("--checkpoint_path", "converted checkpoint; default: the embedded tiny model")
+
+
+def add_output(parser: Parser, name: str) -> None:
+    """Add the name of a picture."""
+    help = f"picture, .png or .svg ({name})"
+    parser.add_argument("--output", type=Path, default=Path(name), metavar="FILE", help=help)
 
 
 def add_picture(parser: Parser, source: str, picture: str) -> None:
     """Add a result that `source --json` writes, and the picture to draw of it."""
     help = f"output of {source} --json"
     parser.add_argument("result", type=Path, metavar="RESULT", help=help)
-    help = f"picture, .png or .svg ({picture})"
-    parser.add_argument("--output", type=Path, default=Path(picture), help=help)
+    add_output(parser, picture)
 
 
 def check_picture(options: argparse.Namespace) -> None:

@@ -35,11 +35,13 @@ class Format:
     has_gemv = False  # ops.products.gemv multiplies it with one token
     has_solver = False  # `pack` takes the number of a solver's iterations
     per_row = False  # a row has one scale; a group is only the unit of packing
+    fixed_group = False  # G is `group`, and no other
     blocks = False  # a group is of G rows too
     head_format = PLAIN  # format of the head, unless the user chooses one
     attention_format: str | None = None  # format of attention with --mode; None: this one
     narrow: str | None = None  # format of rows that G does not divide; None: they are refused
     gguf_type: str | None = None  # name of its blocks in GGUF files, which `from_blocks` reads
+    block_bytes: int  # of each
 
     # What a format defines ------------------------------------------------------------------------
 
@@ -65,6 +67,14 @@ class Format:
 
         Raises ValueError for a row that is not of whole blocks.
         """
+        size = self.block_bytes
+        if blocks.shape[-1] % size:
+            what = f"{self.gguf_type} blocks of {size}"
+            raise ValueError(f"rows of {blocks.shape[-1]} bytes are not of whole {what}")
+        return self.read(blocks.unflatten(-1, (-1, size)))
+
+    def read(self, blocks: Tensor) -> Parts:
+        """Whole blocks uint8 [..., out, blocks of a row, block_bytes] -> parts."""
         raise NotImplementedError
 
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
@@ -77,13 +87,13 @@ class Format:
 
     @property
     def min_group(self) -> int:
-        """The smallest G: as many codes as a word has."""
-        return 32 // self.bits
+        """The smallest G: as many codes as a word has, if it may be smaller than `group`."""
+        return self.group if self.fixed_group else 32 // self.bits
 
     @property
     def has_own_group(self) -> bool:
         """Whether G is the format's own, so that --group_size is refused."""
-        return self.per_row
+        return self.per_row or self.fixed_group
 
     @property
     def codes_per_word(self) -> int:
@@ -112,7 +122,8 @@ class Format:
 
     def fits(self, width: int, group: int) -> bool:
         """Whether groups of this size divide rows of `width` numbers into whole words."""
-        return group % self.min_group == 0 and width % group == 0
+        is_allowed = group == self.group if self.fixed_group else group % self.min_group == 0
+        return is_allowed and width % group == 0
 
     def name_for(self, width: int) -> str:
         """Return the name of the format of rows of `width` numbers: this one, or `narrow`."""

@@ -35,36 +35,13 @@ class GgufBlocks(Format):
     in / 32]. Subclasses say what else they have.
     """
 
-    block_bytes: int
     bits = 4
     group = RUN
+    fixed_group = True
     has_gemv = True
-
-    @property
-    def min_group(self) -> int:
-        return self.group
-
-    @property
-    def has_own_group(self) -> bool:
-        return True
-
-    def fits(self, width: int, group: int) -> bool:
-        return group == self.group and width % group == 0
-
-    def from_blocks(self, blocks: Tensor) -> Parts:
-        if blocks.shape[-1] % self.block_bytes:
-            raise ValueError(
-                f"rows of {blocks.shape[-1]} bytes are not of whole {self.gguf_type} blocks of "
-                f"{self.block_bytes}"
-            )
-        return self.read(blocks.unflatten(-1, (-1, self.block_bytes)))
 
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
         return super().grouped_order(x, RUN)
-
-    def read(self, blocks: Tensor) -> Parts:
-        """Whole blocks uint8 [..., out, blocks of a row, block_bytes] -> parts."""
-        raise NotImplementedError
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {"scale": ((*rows, width // RUN), torch.float16)}

@@ -118,16 +118,11 @@ class HQQ3(HQQ):
     lie 8 apart, as the fields themselves do.
     """
 
+    min_group = 32  # codes in a word of `third`
+    codes_per_word = 16
+
     def __init__(self):
         super().__init__("hqq3", bits=3, group=64)
-
-    @property
-    def min_group(self) -> int:
-        return 32  # codes in a word of `third`
-
-    @property
-    def codes_per_word(self) -> int:
-        return 16
 
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
         return {

@@ -46,16 +46,13 @@ class KQuant(GgufBlocks):
     group = BLOCK
     high_bits = 0
     head_format = "q6_k"
+    codes_per_word = 8  # in `codes`
 
     def code_layout(self, rows: tuple[int, ...], width: int) -> Layout:
         layout: Layout = {"codes": ((*rows, width // 8), torch.int32)}
         if self.high_bits:
             layout["high"] = (*rows, width * self.high_bits // 32), torch.int32
         return layout
-
-    @property
-    def codes_per_word(self) -> int:
-        return 8  # in `codes`
 
     def pack_codes(self, codes: Tensor) -> Parts:
         """Codes [..., n] in the order of fields -> codes, high."""

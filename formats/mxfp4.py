@@ -28,26 +28,21 @@ class MXFP4(Format):
     bits = 4
     group = GROUP
     kind = "mxfp4"
-    gguf_type = "MXFP4"
+    gguf_type, block_bytes = "MXFP4", 17
     has_gemv = True
     attention_format = PLAIN
-
-    @property
-    def min_group(self) -> int:
-        return GROUP
+    min_group = GROUP
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {"scale": ((*rows, width // group), torch.uint8)}
 
-    def from_blocks(self, blocks: Tensor) -> Parts:
-        """Blocks of a GGUF file, uint8 [..., out, bytes of a row] -> parts.
+    def read(self, blocks: Tensor) -> Parts:
+        """Whole blocks of a GGUF file -> parts.
 
         A block of 32 weights has 17 bytes: the exponent, then codes, in the lower nibbles the first
-        16 (ggml-common.h). Raises ValueError for a row that is not of whole blocks.
+        16 (ggml-common.h).
         """
-        if blocks.shape[-1] % 17:
-            raise ValueError(f"rows of {blocks.shape[-1]} bytes are not of whole blocks of 17")
-        scale, nibbles = blocks.unflatten(-1, (-1, 17)).split((1, 16), dim=-1)
+        scale, nibbles = blocks.split((1, 16), dim=-1)
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).flatten(-2)
         return {"codes": pack_nibbles(codes), "scale": scale.squeeze(-1).clone()}
 
@@ -109,6 +104,11 @@ def e8m0_to_float(exponents: Tensor) -> Tensor:
     """e8m0, uint8 -> fp32 2 ** (exponent - 127). The smallest is a subnormal number of fp32."""
     bits = exponents.to(torch.int32) << 23
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
+
+
+def are_finite_scales(scales: Tensor) -> bool:
+    """Whether every e2m1 number is finite in fp32 with each of these e8m0 scales."""
+    return bool(scales.max() <= 252)
 
 
 def published_codes(blocks: Tensor) -> Tensor:

@@ -22,20 +22,10 @@ class NVFP4(Format):
     bits = 4
     group = 2 * BLOCK
     kind = "nvfp4"
-    gguf_type = "NVFP4"
+    gguf_type, block_bytes = "NVFP4", 36
+    fixed_group = True
     has_gemv = True
     attention_format = PLAIN
-
-    @property
-    def min_group(self) -> int:
-        return 2 * BLOCK
-
-    @property
-    def has_own_group(self) -> bool:
-        return True
-
-    def fits(self, width: int, group: int) -> bool:
-        return group == self.group and width % group == 0
 
     def scale_layout(self, rows: tuple[int, ...], width: int, group: int) -> Layout:
         return {
@@ -43,16 +33,13 @@ class NVFP4(Format):
             "scale_step": ((*rows, 1), torch.float32),
         }
 
-    def from_blocks(self, blocks: Tensor) -> Parts:
-        """Blocks of a GGUF file, uint8 [..., out, bytes of a row] -> parts, with scale_step 1.
+    def read(self, blocks: Tensor) -> Parts:
+        """Whole blocks of a GGUF file -> parts, with scale_step 1.
 
         A block of 64 weights has 36 bytes: four scales, then for each the codes of 16, in the lower
-        nibbles the first 8 (ggml-common.h). ggml takes a scale that is no number for 0. Raises
-        ValueError for a row that is not of whole blocks.
+        nibbles the first 8 (ggml-common.h). ggml takes a scale that is no number for 0.
         """
-        if blocks.shape[-1] % 36:
-            raise ValueError(f"rows of {blocks.shape[-1]} bytes are not of whole blocks of 36")
-        scale, nibbles = blocks.unflatten(-1, (-1, 36)).split((4, 32), dim=-1)
+        scale, nibbles = blocks.split((4, 32), dim=-1)
         scale = torch.where(scale == 0x7F, 0, scale).flatten(-2)
         nibbles = nibbles.unflatten(-1, (4, 8))
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).flatten(-3)

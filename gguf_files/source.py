@@ -292,7 +292,7 @@ class GGUFCheckpoint:
             self.cache = key, weight.parts(of, experts, device)
         found = self.cache[1]
         part = found[leaf] if index is not None else found.pop(leaf)
-        if not found or (index is None and not found):
+        if not found:
             self.cache = None, {}
         if index is not None:
             part = part[index if experts is None else (slice(None), *index[1:])]

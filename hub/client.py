@@ -19,7 +19,7 @@ from cli.report import in_bytes
 from cli.staging import remove
 from hub.digests import GIT_SHA1, SHA256, has_digest
 from hub.disk import RECORDS
-from hub.errors import AGAIN, FAILURES, NoAnswer, asking, describe_error
+from hub.errors import AGAIN, NoAnswer, asking, in_one_line
 from hub.threads import bar_class, in_threads
 from models import args_from_hf
 from models.converter import check_small_files
@@ -149,10 +149,8 @@ def download(
     directory = Path(output_dir or f"checkpoints/{repo_id}")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; give another --output_dir")
-    try:
+    with in_one_line(repo_id, revision, "choose another --output_dir"):
         sizes = fetch(repo_id, revision, directory, token)
-    except FAILURES as error:
-        raise ValueError(describe_error(error, repo_id, revision)) from None
     broken = [name for name, size in sizes.items() if not is_complete(directory / name, size)]
     if broken:  # snapshot_download returns without an error if there is no network at the start
         raise ValueError(

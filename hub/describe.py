@@ -11,8 +11,9 @@ from formats.quantizer import plan_format
 from gguf_files.opening import open_source
 from hub.client import fetch_file, list_files
 from hub.disk import SOURCE, find_checkpoint, is_checkpoint, read
+from hub.errors import in_one_line
 from hub.gguf_models import find_stored
-from hub.prepare import Silent, canonical, in_one_line, roles
+from hub.prepare import Silent, canonical, roles
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
 from models.published_tensors import read_config
@@ -64,7 +65,10 @@ def of_disk(name: ModelName) -> tuple[ModelArgs, str] | None:
 
 def of_hub(name: ModelName, revision: str | None) -> tuple[ModelArgs, str]:
     """Return args and published format by config.json."""
-    with tempfile.TemporaryDirectory(prefix="moe-fast-") as folder, in_one_line(name, revision):
+    with (
+        tempfile.TemporaryDirectory(prefix="moe-fast-") as folder,
+        in_one_line(name.repo_id, revision),
+    ):
         repository = list_files(name.repo_id, revision)
         for file in sorted({"config.json", MODELOPT_FILE} & repository.sizes.keys()):
             fetch_file(repository, file, Path(folder), Silent)

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 AGAIN = "run the same command again to resume"
+ELSEWHERE = "name another folder: MOE_FAST_CHECKPOINTS=DIR"
 # RuntimeError: raised by hf_xet, which transfers the large files.
 FAILURES = HFValidationError, HfHubHTTPError, HTTPError, OSError, RuntimeError
 ENOSPC = errno.ENOSPC, errno.EDQUOT
@@ -48,6 +49,15 @@ def asking() -> Iterator[None]:
         raise NoAnswer(f"{type(error).__name__}: {one_line(error)}") from None
 
 
+@contextlib.contextmanager
+def in_one_line(repo_id: str, revision: str | None, elsewhere: str = ELSEWHERE) -> Iterator[None]:
+    """Turn errors of FAILURES into a ValueError as `describe_error` words it."""
+    try:
+        yield
+    except FAILURES as error:
+        raise ValueError(describe_error(error, repo_id, revision, elsewhere)) from None
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message in one short line; its type if it has none."""
     return " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
@@ -57,7 +67,7 @@ def describe_error(
     error: Exception,
     repo_id: str,
     revision: str | None,
-    elsewhere: str = "choose another --output_dir",
+    elsewhere: str = ELSEWHERE,
 ) -> str:
     """Return a one-line message with cause and fix for an error of huggingface_hub.
 

@@ -10,11 +10,10 @@ from cli.model_name import ModelName
 from gguf_files.container import SPLIT
 from gguf_files.locate import known_folders, models_of
 from hub.client import Repository, check_disk, fetch_file, is_complete, list_files
-from hub.errors import FAILURES, describe_error
+from hub.errors import in_one_line
 
 # Which file a name without a QUANT means, as Ollama and llama.cpp choose; else the smallest.
 USUAL = "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_S", "MXFP4", "Q8_0"
-ELSEWHERE = "name another folder: MOE_FAST_CHECKPOINTS=DIR"
 
 log = logging.getLogger("moe_fast")
 
@@ -29,12 +28,10 @@ def prepare_gguf(name: ModelName, revision: str | None, progress: bool = True) -
     if revision is None and (found := find_stored(name)):
         log.info(f"{name} is there already: {found}")
         return found
-    try:
+    with in_one_line(name.repo_id, revision):
         repository = list_files(name.repo_id, revision, choose=gguf_files)
         chosen = choose_file(name, repository.weights, repository.sizes)
         return download(name, repository, parts_of(chosen, repository.weights), progress)
-    except FAILURES as error:
-        raise ValueError(describe_error(error, name.repo_id, revision, ELSEWHERE)) from None
 
 
 def gguf_files(names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,15 +35,13 @@ from formats.quantizer import (
 )
 from hub.client import Repository, fetch_file, free_space, list_files
 from hub.disk import SOURCE, find_checkpoint
-from hub.errors import AGAIN, FAILURES, describe_error
+from hub.errors import AGAIN, ELSEWHERE, describe_error, in_one_line
 from hub.gguf_models import prepare_gguf
 from hub.shards import AHEAD, Downloads, Folder, Shard, complete_files, read_headers
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
 from models.converter import Conversion, weight_files
 from models.published_tensors import read_config
-
-ELSEWHERE = "name another folder: MOE_FAST_CHECKPOINTS=DIR"
 
 log = logging.getLogger("moe_fast")
 
@@ -144,15 +142,6 @@ def quantize_stored(name: ModelName, plain: Path, settings: Settings) -> Path:
 # Fetching -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def in_one_line(name: ModelName, revision: str | None) -> Iterator[None]:
-    """Turn errors of the Hub's client into a ValueError with cause and fix."""
-    try:
-        yield
-    except FAILURES as error:
-        raise ValueError(describe_error(error, name.repo_id, revision, ELSEWHERE)) from None
-
-
 def fetch_model(
     name: ModelName,
     settings: Settings,
@@ -167,15 +156,12 @@ def fetch_model(
     """
     with tempfile.TemporaryDirectory(prefix="moe-fast-") as temporary:
         small = Path(temporary)
-        try:
-            with in_one_line(name, settings.revision):
-                repository = list_files(name.repo_id, settings.revision)
-                published = fetch_small_files(name, repository, small, choose_format)
+        with in_one_line(name.repo_id, settings.revision):
+            repository = list_files(name.repo_id, settings.revision)
+            published = fetch_small_files(name, repository, small, choose_format)
             label = label or name.format or published
             identity = {"files": repository.identity, "label": label}
             staged = ResumableDirectory(target or name.checkpoint(label), identity, is_whole)
-        except OSError as error:
-            raise ValueError(describe_error(error, name.repo_id, None, ELSEWHERE)) from None
         fetch = Fetch(name, settings, repository, small, staged)
         try:
             fetch.plan(choose_format, target)
@@ -303,11 +289,11 @@ class Fetch:
         repository = self.repository
         files, weight_map = weight_files(self.small, repository.sizes)
         kept = complete_files(repository, self.name.folder)
-        with in_one_line(self.name, self.settings.revision):
+        with in_one_line(self.name.repo_id, self.settings.revision):
             headers = read_headers(repository, files, self.settings.progress)
 
         def describe(error: Exception) -> str:
-            return describe_error(error, self.name.repo_id, self.settings.revision, ELSEWHERE)
+            return describe_error(error, self.name.repo_id, self.settings.revision)
 
         folder = Folder(self.folder, kept, not self.settings.keep_download)
         self.downloads = Downloads(repository, files, folder, self.bar, describe)
@@ -443,6 +429,6 @@ class Fetch:
 
     def keep_small_files(self) -> None:
         """Download the other files beside the weights too: a kept download is complete."""
-        with in_one_line(self.name, self.settings.revision):
+        with in_one_line(self.name.repo_id, self.settings.revision):
             for file in self.repository.sizes.keys() - self.repository.weights:
                 fetch_file(self.repository, file, self.folder, Silent)

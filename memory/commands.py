@@ -215,7 +215,10 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
     least: sequences that must fit; --max_batch is the most that run.
     """
     setup = server_setup(options, source, least)
-    capacity = plan_session(setup, device, server_levers(options, source, device))
+    levers = session_levers(
+        options, source, device, "--max_seq_len {}".format, LEAST_CONTEXT, "--max_batch"
+    )
+    capacity = plan_session(setup, device, levers)
     lower_gpu_memory(options, capacity)
     return capacity
 
@@ -243,7 +246,14 @@ def plan_evaluation(
     sizes = sizes_of(source, dtype, options.parallel)
     chunk = sizes.args.max_position  # a window is one
     setup = Setup(sizes, seq_len, 1, options.kv_cache, chunk, mapped=is_mapped(source, dtype))
-    plan_session(setup, device, evaluation_levers(options, source))
+    levers = Levers(
+        length="--seq_len {}".format,
+        least_length=2,
+        kv_cache=True,
+        dtype=True,
+        format=format_advice(options, source),
+    )
+    plan_session(setup, device, levers)
 
 
 def plan_benchmark(options: argparse.Namespace, source, device: torch.device) -> None:
@@ -252,7 +262,15 @@ def plan_benchmark(options: argparse.Namespace, source, device: torch.device) ->
     sizes = sizes_of(source, None, options.parallel)
     chunk = options.prefill_chunk
     setup = Setup(sizes, length, options.batch, options.kv_cache, chunk, longest=options.prompt_len)
-    plan_session(setup, device, benchmark_levers(options))
+    levers = Levers(
+        length="--max_seq_len {}".format if options.max_seq_len else None,
+        least_length=options.prompt_len + options.new_tokens,
+        batch="--batch",
+        kv_cache=True,
+        layers=True,
+        format="--mode {}".format,
+    )
+    plan_session(setup, device, levers)
 
 
 # Levers -------------------------------------------------------------------------------------------
@@ -273,13 +291,6 @@ def generation_levers(
     return session_levers(options, source, device, context, least, "--batch_size")
 
 
-def server_levers(options: argparse.Namespace, source, device: torch.device) -> Levers:
-    """Return the levers of serve.py."""
-    return session_levers(
-        options, source, device, "--max_seq_len {}".format, LEAST_CONTEXT, "--max_batch"
-    )
-
-
 def session_levers(
     options: argparse.Namespace,
     source,
@@ -298,29 +309,6 @@ def session_levers(
         format=format_advice(options, source),
         offload="",
         gpus=torch.cuda.device_count() if device.type == "cuda" else 1,
-    )
-
-
-def evaluation_levers(options: argparse.Namespace, source) -> Levers:
-    """Return the levers of eval.py."""
-    return Levers(
-        length="--seq_len {}".format,
-        least_length=2,
-        kv_cache=True,
-        dtype=True,
-        format=format_advice(options, source),
-    )
-
-
-def benchmark_levers(options: argparse.Namespace) -> Levers:
-    """Return the levers of benchmark.py."""
-    return Levers(
-        length="--max_seq_len {}".format if options.max_seq_len else None,
-        least_length=options.prompt_len + options.new_tokens,
-        batch="--batch",
-        kv_cache=True,
-        layers=True,
-        format="--mode {}".format,
     )
 
 

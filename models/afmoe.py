@@ -6,14 +6,14 @@ from torch import Tensor
 
 from model import Block, Linear
 from models.config import HFConfig
-from models.family import PublishedLayout, Shard
+from models.family import Shard
 from models.gguf import Values, dense_config, made_of
 from models.layers.gated_attention import GatedOutput
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.sandwich import SandwichAddNorm
 from models.layers.scaled_rope import ScaledRopeTransformer
 from models.layers.windows import KINDS, WindowedArgs, WindowedFamily, leave_full_unrotated
-from models.tensors import Recipe, Recipes, copy_of, score_bias_recipe
+from models.tensors import Recipe, Recipes, copy_of
 from ops.declared import AttentionAdditions, OutputGate
 
 NORMS = {  # ours -> published
@@ -29,8 +29,6 @@ class AfmoeArgs(WindowedArgs):
     shared_intermediate: int = 0  # intermediate dim of the shared experts together; 0: none
     routed_scale: float = 1.0  # of routing weights
     mup: bool = False  # embeddings are multiplied by D ** 0.5
-
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts
 
 
 class AfmoeAttention(GatedOutput):
@@ -101,6 +99,7 @@ class Afmoe(WindowedFamily):
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     }
+    has_score_bias = True
     renamed_tensors = (
         (".mlp.router.gate.", ".mlp.gate."),
         (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
@@ -156,9 +155,6 @@ class Afmoe(WindowedFamily):
         rows, D = wqkv.shape
         sources = wqkv.sources | {"self_attn.gate_proj.weight": (slice(rows, rows + gate),)}
         return table | {"attention.wqkv.weight": Recipe((rows + gate, D), sources)}
-
-    def expert_recipes(self, args: AfmoeArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     # Tensor parallelism ---------------------------------------------------------------------------
 

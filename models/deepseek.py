@@ -1,16 +1,12 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, groups of experts, shared experts."""
 
-from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.family import ONE_MORE_LAYER
 from models.gguf import Values
-from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
+from models.latent_family import LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.tensors import Recipes, score_bias_recipe
-
-DeepseekArgs = LatentArgs
-DeepseekTransformer = LatentTransformer
 
 
-class DeepseekV3Transformer(DeepseekTransformer):
+class DeepseekV3Transformer(LatentTransformer):
     moe_class = SigmoidRoutedMoE
 
 
@@ -19,8 +15,6 @@ YARN_40 = dict(type="yarn", factor=40, original_max_position_embeddings=4096)
 
 class DeepseekV2(LatentFamily):
     name = "deepseek_v2"
-    args_class = DeepseekArgs
-    model_class = DeepseekTransformer
     defaults = dict(
         vocab_size=102400,
         hidden_size=4096,
@@ -103,6 +97,7 @@ class DeepseekV3(DeepseekV2):
     only = {"attention_bias": False, "scoring_func": "sigmoid"}
     nullable = "num_key_value_heads", "q_lora_rank", "norm_topk_prob"
     topk_methods = ("noaux_tc",)
+    has_score_bias = True
     published_head = ONE_MORE_LAYER
 
     def is_gguf(self, values: Values) -> bool:
@@ -111,9 +106,6 @@ class DeepseekV3(DeepseekV2):
 
     def gguf_config(self, values: Values) -> dict:
         return LatentFamily.gguf_config(self, values)
-
-    def expert_recipes(self, args: DeepseekArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     shapes = {
         "DeepSeek-V3": dict(

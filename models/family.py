@@ -15,6 +15,7 @@ from models.config import (
     HFConfig,
     common_fields,
     common_keys,
+    nested_text_config,
     own_key,
     window_field,
 )
@@ -28,6 +29,7 @@ from models.tensors import (
     norm_recipes,
     prefixed,
     rest_recipes,
+    score_bias_recipe,
     shared_expert_recipes,
 )
 
@@ -95,6 +97,7 @@ class Family:
     model_class: type[Transformer] = Transformer
 
     # config.json
+    is_nested: bool = False  # it may have the language model's as `text_config`
     defaults: Mapping = NOTHING  # values of absent keys, those of transformers' config class
     renamed_keys: Mapping[str, str] = NOTHING  # its own key -> the shared one
     field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
@@ -116,17 +119,22 @@ class Family:
     gguf_rest: MadeTable = {}  # the same for tensors outside of the layers
     gguf_norm: Callable | None = None  # undoes what llama.cpp adds to weights of norms
 
+    # Fields that tensor parallelism divides by the ranks, beside those of every family: numbers,
+    # or tuples with one for each layer.
+    sharded: tuple[str, ...] = ()
     # Fields whose KV heads are sharded, or replicated if there are fewer of them than ranks.
     kv_head_fields: tuple[str, ...] = ("n_kv_head",)
 
     renamed_tensors: tuple[tuple[str, str], ...] = ()  # its names -> the shared ones
+    has_score_bias: bool = False  # the router's bias (SigmoidRoutedMoE) is published
+    has_shared_gate: bool = False  # that of GatedSharedExpertMoE is, too
     # Where a head for multi-token prediction is published (models/multi_token.py).
     published_head: PublishedHead | None = None
     left_out: tuple[str, ...] = ()  # prefixes (shared) of tensors that the model has no use for
 
     def text_config(self, config: dict) -> dict:
-        """Return the config of the language model, which may be nested in config.json."""
-        return config
+        """Return the config of the language model."""
+        return nested_text_config(config) if self.is_nested else config
 
     def from_hf(self, config: dict) -> ModelArgs:
         """Return the args of a config.json. Raises ValueError naming the key that cannot be run."""
@@ -148,12 +156,9 @@ class Family:
 
     @property
     def sharded_fields(self) -> tuple[str, ...]:
-        """The fields that tensor parallelism divides by the ranks, beside those of every family.
-
-        They are numbers, or a tuple with one for each layer.
-        """
+        """All fields that tensor parallelism divides by the ranks, beside those of `ModelArgs`."""
         names = (field.name for field in dataclasses.fields(self.args_class))
-        return tuple(name for name in names if name.endswith("_intermediate"))
+        return *(name for name in names if name.endswith("_intermediate")), *self.sharded
 
     def sharded_heads(self, args: ModelArgs) -> dict[str, int]:
         """Return what to call them -> heads besides `n_head` that the ranks must divide."""
@@ -215,17 +220,22 @@ class Family:
             ffn = dense_recipes("ffn", "mlp", args.dim, args.dense_intermediate)
         else:
             ffn = self.expert_recipes(args, layout)
-        table = self.norm_recipes(args) | self.attention_recipes(args) | ffn
-        return prefixed(table, layer)
+        return prefixed(self.norm_recipes(args) | self.mixer_recipes(args, layer) | ffn, layer)
 
     def norm_recipes(self, args: ModelArgs) -> Recipes:
         return norm_recipes(args)
+
+    def mixer_recipes(self, args: ModelArgs, layer: int) -> Recipes:
+        """Return the recipes of a layer's attention, or of what it has in place of that."""
+        return self.attention_recipes(args)
 
     def attention_recipes(self, args: ModelArgs) -> Recipes:
         return attention_recipes(args)
 
     def expert_recipes(self, args: ModelArgs, layout: PublishedLayout) -> Recipes:
-        return expert_recipes(args, layout.fused) | shared_expert_recipes(args)
+        shared = shared_expert_recipes(args, self.has_shared_gate)
+        bias = score_bias_recipe(args) if self.has_score_bias else {}
+        return expert_recipes(args, layout.fused) | shared | bias
 
     def rest_recipes(self, args: ModelArgs) -> Recipes:
         return rest_recipes(args)

@@ -18,9 +18,6 @@ from models.tensors import Recipes, copy_of
 class FlintArgs(WindowedArgs):
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
 
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
-    routed_scale = 1.0  # and no scale of routing weights
-
 
 class FlintTransformer(ScaledRopeTransformer):
     args: FlintArgs

@@ -20,15 +20,21 @@ from model import (
     ModelArgs,
     MoE,
     Transformer,
-    is_layer,
     new_parameter,
 )
-from models.config import HFConfig, listed_kinds, nested_text_config, unsupported
+from models.config import HFConfig, listed_kinds, unsupported
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
-from models.tensors import Recipe, Recipes, copy_of, dense_recipes, expert_recipes, prefixed
+from models.tensors import (
+    Recipe,
+    Recipes,
+    attention_recipes,
+    copy_of,
+    dense_recipes,
+    expert_recipes,
+)
 from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
@@ -56,7 +62,6 @@ class Gemma4Args(ModelArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             # Tensor parallelism shards `wo` of all layers by one row of its table.
             "global_head_dim": self.global_head_dim % self.head_dim == 0,
             "global_kv_head": self.n_head % self.global_kv_head == 0,
@@ -366,7 +371,7 @@ class Gemma4Text(Family):
         }
 
     def text_config(self, config: dict) -> dict:
-        return flat_rope(config)
+        return flat_rope(super().text_config(config))
 
     def arg_fields(self, c: HFConfig) -> dict:
         for key, value in self.needed.items():
@@ -416,27 +421,16 @@ class Gemma4Text(Family):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: Gemma4Args, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
-        if layer not in args.full_layers:
-            return table
-        attention = f"layers.{layer}.attention."
-        table = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-        return table | prefixed(self.global_attention_recipes(args), layer)
+    def mixer_recipes(self, args: Gemma4Args, layer: int) -> Recipes:
+        is_global = layer in args.full_layers
+        return (self.global_attention_recipes if is_global else self.attention_recipes)(args)
 
     def global_attention_recipes(self, args: Gemma4Args) -> Recipes:
-        C, D = args.global_head_dim, args.dim
-        q, k = args.n_head * C, args.global_kv_head * C
-        rows = {"q": slice(0, q), "k": slice(q, q + k)}
-        sources: dict[str, tuple] = {
-            f"self_attn.{name}_proj.weight": (place,) for name, place in rows.items()
-        }
-        return {
-            "attention.wqk.weight": Recipe((q + k, D), sources),
-            "attention.wo.weight": copy_of("self_attn.o_proj.weight", D, q),
-            "attention.q_norm.weight": copy_of("self_attn.q_norm.weight", C),
-            "attention.k_norm.weight": copy_of("self_attn.k_norm.weight", C),
-        }
+        C, K = args.global_head_dim, args.global_kv_head
+        table = attention_recipes(replace(args, head_dim=C, n_kv_head=K))
+        shape, sources, *_ = table.pop("attention.wqkv.weight")
+        del sources["self_attn.v_proj.weight"]
+        return table | {"attention.wqk.weight": Recipe((shape[0] - K * C, shape[1]), sources)}
 
     def norm_recipes(self, args: Gemma4Args) -> Recipes:
         names = {
@@ -484,6 +478,7 @@ class Gemma4(Gemma4Text):
     """The model with vision, of which the text part is run."""
 
     name = "gemma4"
+    is_nested = True
     gguf = None  # such files have the text model alone
     fixed = Gemma4Text.fixed | {"family": Gemma4Text.name}  # the text part is that model
     renamed_tensors = (("model.language_model.", "model."), *Gemma4Text.renamed_tensors)
@@ -493,9 +488,6 @@ class Gemma4(Gemma4Text):
         "model.audio_tower.",
         "model.embed_audio.",
     )
-
-    def text_config(self, config: dict) -> dict:
-        return flat_rope(nested_text_config(config))
 
     # As in text_config of google/gemma-4-26B-A4B-it on the Hugging Face Hub.
     shapes = {

@@ -149,15 +149,20 @@ class Values:
             raise ValueError(f"its block_count cannot be {counts[0]!r:.40}; fetch it again")
         return counts[0] - counts[1]
 
+    @property
+    def layer_numbers(self) -> range:
+        """The numbers of the layers; none of those beyond all tensors, which a header may claim."""
+        return range(min(self.layers, len(self.shapes)))
+
     def has(self, name: str, layer: int | None = None) -> bool:
         """Whether a layer (None: any) has a tensor of this name."""
         if layer is not None:
             return f"blk.{layer}.{name}" in self.shapes
-        return any(self.has(name, n) for n in range(min(self.layers, len(self.shapes))))
+        return any(self.has(name, n) for n in self.layer_numbers)
 
     def width(self, name: str, axis: int) -> int | None:
         """Return the size of a tensor along an axis, in the first layer that has it."""
-        for layer in range(min(self.layers, len(self.shapes))):
+        for layer in self.layer_numbers:
             if shape := self.shapes.get(f"blk.{layer}.{name}"):
                 return shape[axis]
         return None
@@ -193,8 +198,7 @@ def one_value(value: Any) -> Any:
 
 def dense_config(values: Values) -> dict:
     """Return the widths of experts and which layers have none, as the tensors are."""
-    layers = range(min(values.layers, len(values.shapes)))
-    dense = [n for n in layers if not values.has("ffn_gate_inp.weight", n)]
+    dense = [n for n in values.layer_numbers if not values.has("ffn_gate_inp.weight", n)]
     width = values.get("expert_feed_forward_length") or values.width("ffn_down_exps.weight", 2)
     found = {"moe_intermediate_size": one_value(width)}
     if values.get("feed_forward_length") is None and dense:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from model import Block, Linear
 from models.config import HFConfig
-from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.family import ONE_MORE_LAYER
 from models.gguf import NEXT, POST_ATTENTION_NORM, Values, dense_config
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.partial_rope import (
@@ -12,7 +12,6 @@ from models.layers.partial_rope import (
     PartialRopeFamily,
     PartialRopeTransformer,
 )
-from models.tensors import Recipes, score_bias_recipe
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,6 @@ class Glm4MoeArgs(PartialRopeArgs):
     qkv_bias: bool = False
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
     routed_scale: float = 1.0  # of routing weights
-
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: GLM has no groups of experts
 
 
 class Glm4MoeTransformer(PartialRopeTransformer):
@@ -70,6 +67,7 @@ class Glm4Moe(PartialRopeFamily):
         "routed_scaling_factor": "routed_scale",
     }
     only = {"scoring_func": "sigmoid"}
+    has_score_bias = True
     published_head = ONE_MORE_LAYER
     renamed_tensors = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 
@@ -94,8 +92,5 @@ class Glm4Moe(PartialRopeFamily):
 
     def to_hf(self, args: Glm4MoeArgs) -> dict:
         return super().to_hf(args) | {"use_qk_norm": args.qk_norm == "head"}
-
-    def expert_recipes(self, args: Glm4MoeArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     shapes = {"GLM-4.5-Air": dict(head_dim=128, rope_theta=1e6, attention_bias=True)}

@@ -2,11 +2,10 @@
 
 from model import ModelArgs
 from models.config import HFConfig, mlp_types, read_mlp_types, unsupported
-from models.family import ONE_MORE_LAYER, PublishedLayout
+from models.family import ONE_MORE_LAYER
 from models.gguf import Values
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.tensors import Recipes, score_bias_recipe
 
 
 class Glm4MoeLiteTransformer(LatentTransformer):
@@ -47,6 +46,7 @@ class Glm4MoeLite(LatentFamily):
     # transformers reads mlp_layer_types instead of first_k_dense_replace; absent, it means 1.
     only = {"attention_bias": False, "scoring_func": "sigmoid", "first_k_dense_replace": 1}
     topk_methods = ("noaux_tc",)
+    has_score_bias = True
     published_head = ONE_MORE_LAYER
 
     def is_gguf(self, values: Values) -> bool:
@@ -80,9 +80,6 @@ class Glm4MoeLite(LatentFamily):
 
     def to_hf(self, args: LatentArgs) -> dict:
         return super().to_hf(args) | mlp_types(args)
-
-    def expert_recipes(self, args: LatentArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     # config.json of zai-org/GLM-4.7-Flash. It has the defaults but for RoPE's theta.
     shapes = {"GLM-4.7-Flash": dict(rope_theta=1e6, num_nextn_predict_layers=1)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from formats import FORMATS
-from formats.mxfp4 import published_codes
+from formats.mxfp4 import are_finite_scales, published_codes
 from model import Block, ExpertLinear, Linear, MoE, new_parameter
 from models.family import PublishedLayout, Shard
 from models.gguf import POST_ATTENTION_NORM, Values, made_of
@@ -16,8 +16,6 @@ from models.layers.sinks import SinkAttention, sink_recipe, sink_shard
 from models.layers.windows import WindowedArgs, WindowedFamily
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.declared import Activation, ExpertAdditions
-
-MAX_MXFP4_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 
 
 @dataclass(frozen=True)
@@ -205,11 +203,8 @@ def packed_recipes(ours: str, theirs: str, shape: tuple, order) -> Recipes:
         # One expert at a time, so that temporaries take the memory of one.
         return order(torch.stack([published_codes(expert) for expert in blocks]))
 
-    def is_finite(scales: Tensor) -> bool:
-        return bool(scales.max() <= MAX_MXFP4_EXPONENT)
-
     byte, blocks, scales = torch.uint8, f"{theirs}_blocks", f"{theirs}_scales"
     return {
         f"{ours}.codes": Recipe((*groups, 16), {blocks: WHOLE}, codes, byte, lambda t: True),
-        f"{ours}.scale": Recipe(groups, {scales: WHOLE}, order, byte, is_finite),
+        f"{ours}.scale": Recipe(groups, {scales: WHOLE}, order, byte, are_finite_scales),
     }

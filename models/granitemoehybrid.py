@@ -154,8 +154,7 @@ class GraniteMoeHybrid(MambaFamily, GraniteFamily):
             }
         if width := values.width("ffn_down_exps.weight", 2):
             config["intermediate_size"] = width
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [(ATTENTION[0], MAMBA[0])[values.has("ssm_a", layer)] for layer in layers]
+        kinds = [(ATTENTION[0], MAMBA[0])[values.has("ssm_a", n)] for n in values.layer_numbers]
         rope = "rope" if values.get("rope.scaling.finetuned") else None
         return config | {"layer_types": kinds, "position_embedding_type": rope}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, is_layer
+from model import Block
 from models.config import (
     MAX_INTEGERS,
     HFConfig,
@@ -14,18 +14,13 @@ from models.config import (
     read_mlp_types,
     unsupported,
 )
-from models.family import PublishedLayout, Shard
+from models.family import Shard
 from models.gguf import Values, log_of_negative, made_of
 from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes, kimi_delta_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
-from models.tensors import Recipes, score_bias_recipe, with_mixer
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
+from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
 KINDS = "linear_attention", "full_attention"
@@ -49,7 +44,6 @@ class KimiLinearArgs(LatentArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "conv_width": self.conv_width > 1,
         }
 
@@ -59,7 +53,7 @@ class KimiLinearArgs(LatentArgs):
         return KimiDeltaSizes(H, H, C, C, self.conv_width)
 
 
-class KimiLinearTransformer(LatentTransformer):
+class KimiLinearTransformer(RecurrentTransformer, LatentTransformer):
     args: KimiLinearArgs
     moe_class = SigmoidRoutedMoE
 
@@ -68,10 +62,6 @@ class KimiLinearTransformer(LatentTransformer):
         if layer not in args.full_layers:
             block.attention = KimiDelta(args)
         return block
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         """Return cosines of 1 and sines of 0: latent attention rotates by nothing."""
@@ -160,6 +150,7 @@ class KimiLinear(LatentFamily):
     }
     rope_types = ("default",)
     topk_methods = ("noaux_tc",)
+    has_score_bias = True
     renamed_tensors = (
         (".block_sparse_moe.", ".mlp."),
         (".w1.", ".gate_proj."),
@@ -215,8 +206,7 @@ class KimiLinear(LatentFamily):
         sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)
         H, C = args.delta_heads, args.delta_dim
         rule = tokens * H * (14 * C + 4 * 64)  # keys, decays, scores of 64 tokens
-        state = H * C * C + (args.conv_width - 1 + MAX_TENTATIVE) * sizes.channels
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * C * C)
         return cached, max(expanded, 4 * tokens * sizes.channels + 2 * rule) + 2 * taken
 
     # GGUF files ---------------------------------------------------------------------------------
@@ -245,8 +235,7 @@ class KimiLinear(LatentFamily):
 
     def gguf_config(self, values: Values) -> dict:
         config = super().gguf_config(values)
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        kinds = [KINDS[not values.has("ssm_a", n)] for n in values.layer_numbers]
         size, numbers = config.get("linear_head_dim"), values.width("ssm_dt.bias", 0)
         if numbers and type(size) is int and size > 0:
             config["linear_num_heads"] = numbers // size
@@ -254,20 +243,14 @@ class KimiLinear(LatentFamily):
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: KimiLinearArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: KimiLinearArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, kimi_delta_recipes(args.delta_sizes, args.dim))
-
-    def expert_recipes(self, args: KimiLinearArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
+            return self.attention_recipes(args)
+        return kimi_delta_recipes(args.delta_sizes, args.dim)
 
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "delta_heads"
+    sharded = ("delta_heads",)
 
     def sharded_heads(self, args: KimiLinearArgs) -> dict[str, int]:
         return {"heads of Kimi Delta Attention": args.delta_heads}

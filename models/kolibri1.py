@@ -6,21 +6,17 @@ from torch import Tensor
 
 from model import Block
 from models.config import HFConfig
-from models.family import PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.sandwich import SandwichAddNorm
 from models.layers.scaled_rope import ScaledRopeTransformer
 from models.layers.windows import WindowedArgs, WindowedFamily, leave_full_unrotated
-from models.tensors import Recipes, copy_of, score_bias_recipe
+from models.tensors import Recipes, copy_of
 from ops.declared import ExpertAdditions
 
 
 @dataclass(frozen=True)
 class Kolibri1Args(WindowedArgs):
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
-
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
-    routed_scale = 1.0  # and no scale of routing weights
 
 
 class Kolibri1MoE(SigmoidRoutedMoE):
@@ -75,6 +71,7 @@ class Kolibri1(WindowedFamily):
     }
     fixed = {"qk_norm": "head"}
     only = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    has_score_bias = True
     renamed_tensors = (
         (".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),
         (".post_attn_norm.", ".post_self_attn_layernorm."),
@@ -97,8 +94,5 @@ class Kolibri1(WindowedFamily):
         }
         after = {ours: copy_of(theirs, args.dim) for ours, theirs in names.items()}
         return super().norm_recipes(args) | after
-
-    def expert_recipes(self, args: Kolibri1Args, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     shapes = {"Kolibri-1-78B-A3.5B": {}}

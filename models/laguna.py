@@ -17,7 +17,7 @@ from models.layers.layer_rope import (
     LayerRopeTransformer,
 )
 from models.layers.windows import KINDS
-from models.tensors import Recipe, Recipes, score_bias_recipe
+from models.tensors import Recipe, Recipes
 from ops.declared import AttentionAdditions, ExpertAdditions, OutputGate
 
 GATES = {True: "head", "per-head": "head", "per-element": "element"}  # `gating` -> our name
@@ -31,8 +31,6 @@ class LagunaArgs(LayerRopeArgs):
     shared_intermediate: int = 0  # intermediate dim of the shared expert; 0: none
     routed_scale: float = 1.0  # of routing weights
     router_softcap: float | None = None  # limit of router scores
-
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts
 
     def constraints(self) -> dict[str, bool]:
         counts = self.layer_heads
@@ -166,6 +164,7 @@ class Laguna(LayerRopeFamily):
     }
     fixed = {"qk_norm": "head", "norm_topk": True}
     only = {"swa_attention_sink_enabled": False}
+    has_score_bias = True
     renamed_tensors = (
         (".mlp.shared_experts.", ".mlp.shared_expert."),
         (".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
@@ -235,14 +234,9 @@ class Laguna(LayerRopeFamily):
             table["attention.wqkv.bias"] = bias._replace(transform=lambda t: F.pad(t, (0, gate)))
         return table
 
-    def expert_recipes(self, args: LagunaArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
-
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "layer_heads"
+    sharded = ("layer_heads",)
 
     def sharded_heads(self, args: LagunaArgs) -> dict[str, int]:
         return {f"query heads of layer {layer}": n for layer, n in enumerate(args.layer_heads)}

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from model import Block, is_layer
+from model import Block
 from models.config import HFConfig, listed_kinds, unsupported
-from models.family import PublishedLayout, Shard
+from models.family import Shard
 from models.gguf import Values, dense_config, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.short_conv import ShortConv, short_conv_recipes
-from models.tensors import Recipes, score_bias_recipe, with_mixer
+from models.tensors import Recipes
 
 KINDS = "conv", "full_attention"
 
@@ -22,12 +22,8 @@ class Lfm2MoeArgs(ScaledRopeArgs):
     conv_bias: bool = False
     routed_scale: float = 1.0  # of routing weights
 
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts
-    shared_intermediate = 0  # nor a shared expert
-
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "conv_width": self.conv_width > 1,
             "sliding_window": self.sliding_window is None,
         }
@@ -76,6 +72,7 @@ class Lfm2Moe(ScaledRopeFamily):
         "conv_bias": "conv_bias",
     }
     fixed = {"qk_norm": "head"}
+    has_score_bias = True
     renamed_tensors = (
         ("model.embedding_norm.", "model.norm."),
         (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
@@ -137,26 +134,19 @@ class Lfm2Moe(ScaledRopeFamily):
         heads = config.get("num_key_value_heads")
         if isinstance(heads, list):
             config["num_key_value_heads"] = next((n for n in heads if n), 0)
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [KINDS[not values.has("shortconv.conv.weight", layer)] for layer in layers]
+        kinds = [KINDS[not values.has("shortconv.conv.weight", n)] for n in values.layer_numbers]
         return config | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: Lfm2MoeArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: Lfm2MoeArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, short_conv_recipes(args))
-
-    def expert_recipes(self, args: Lfm2MoeArgs, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
+            return self.attention_recipes(args)
+        return short_conv_recipes(args)
 
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "conv_channels"
+    sharded = ("conv_channels",)
 
     def sharded_heads(self, args: Lfm2MoeArgs) -> dict[str, int]:
         return {"channels of the convolution": args.conv_channels}

@@ -1,30 +1,17 @@
 """MiniMax-M2, M2.5 and M2.7: q/k norm over all heads, partial RoPE, sigmoid routing."""
 
-from dataclasses import dataclass
-
 from model import Block
 from models.config import unsupported
-from models.family import PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.partial_rope import (
     PartialRopeArgs,
     PartialRopeFamily,
     PartialRopeTransformer,
 )
-from models.tensors import Recipes, score_bias_recipe
-
-
-@dataclass(frozen=True)
-class MiniMaxM2Args(PartialRopeArgs):
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: there are no groups of experts,
-    routed_scale = 1.0  # no scale of routing weights,
-    shared_intermediate = 0  # and no shared expert
 
 
 class MiniMaxM2Transformer(PartialRopeTransformer):
-    args: MiniMaxM2Args
-
-    def make_block(self, args: MiniMaxM2Args, layer: int) -> Block:
+    def make_block(self, args: PartialRopeArgs, layer: int) -> Block:
         block = super().make_block(args, layer)
         block.ffn = SigmoidRoutedMoE(args)
         return block
@@ -32,7 +19,7 @@ class MiniMaxM2Transformer(PartialRopeTransformer):
 
 class MiniMaxM2(PartialRopeFamily):
     name = "minimax_m2"
-    args_class = MiniMaxM2Args
+    args_class = PartialRopeArgs
     model_class = MiniMaxM2Transformer
     defaults = dict(
         vocab_size=200064,
@@ -61,6 +48,7 @@ class MiniMaxM2(PartialRopeFamily):
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
     }
+    has_score_bias = True
     renamed_tensors = (
         (".block_sparse_moe.", ".mlp."),
         (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
@@ -79,9 +67,6 @@ class MiniMaxM2(PartialRopeFamily):
         if type(part) is not int or type(size) is not int or not 0 < part <= size or size % part:
             raise unsupported("rotary_dim", part, f"a divisor of head_dim = {size!r:.40} is needed")
         return config | {key: part / size}
-
-    def expert_recipes(self, args: MiniMaxM2Args, layout: PublishedLayout) -> Recipes:
-        return super().expert_recipes(args, layout) | score_bias_recipe(args)
 
     gguf = "minimax-m2"
 

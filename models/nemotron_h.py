@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from model import Block, Linear, is_layer
+from model import Block, Linear
 from models.config import HFConfig
 from models.family import PublishedLayout, Shard
 from models.gguf import MadeTable, Values, made_of
 from models.layers.group_routing import SigmoidRoutedMoE
-from models.layers.mamba2 import Mamba2, mamba_recipes
+from models.layers.mamba2 import Mamba2
 from models.layers.mamba_hybrid import (
     ATTENTION,
     MAMBA,
@@ -24,7 +24,7 @@ from models.layers.mamba_hybrid import (
 )
 from models.layers.mixer_block import MixerBlock
 from models.layers.relu_squared import UngatedExperts, UngatedFeedForward
-from models.tensors import Recipe, Recipes, attention_recipes, copy_of, prefixed, score_bias_recipe
+from models.tensors import Recipe, Recipes, copy_of, prefixed, score_bias_recipe
 from ops.declared import RELU_SQUARED, ExpertAdditions
 
 # Kinds of published layers, by their letter in hybrid_override_pattern.
@@ -40,12 +40,9 @@ class NemotronHArgs(MambaArgs):
     routed_scale: float = 1.0  # of routing weights
     latent_dim: int | None = None  # the routed experts' input and output; None: D
 
-    n_group = n_active_group = 1  # for SigmoidRoutedMoE: no groups of experts
-
     def constraints(self) -> dict[str, bool]:
-        known = all(is_layer(layer, self.n_layer) for layer in self.mixer_layers)
-        apart = not {*self.mixer_layers} & {*self.dense_layers}
-        return super().constraints() | {"mixer_layers": known and apart}
+        found, apart = super().constraints(), not {*self.mixer_layers} & {*self.dense_layers}
+        return found | {"mixer_layers": found["mixer_layers"] and apart}
 
     def published_at(self, layer: int) -> int:
         """Return which published layer is the mixer of a block. Its FFN is the next one."""
@@ -216,12 +213,8 @@ class NemotronH(MambaFamily):
 
     def layer_recipes(self, args: NemotronHArgs, layer: int, layout: PublishedLayout) -> Recipes:
         at = args.published_at(layer)
-        mixer = {"attention_norm.weight": copy_of("input_layernorm.weight", args.dim)}
-        if layer in args.full_layers:
-            mixer |= attention_recipes(args)
-        else:
-            mixer |= mamba_recipes(args.mamba_sizes, args.dim, self.mamba)
-        table = prefixed(mixer, layer, at)
+        norm = {"attention_norm.weight": copy_of("input_layernorm.weight", args.dim)}
+        table = prefixed(norm | self.mixer_recipes(args, layer), layer, at)
         if layer in args.mixer_layers:
             return table
         ffn = {"ffn_norm.weight": copy_of("input_layernorm.weight", args.dim)}
@@ -278,7 +271,7 @@ class NemotronH(MambaFamily):
         tensors = {"ssm_a": "M", "attn_q.weight": "*", "ffn_gate_inp.weight": "E"}
         letters = [
             next((letter for name, letter in tensors.items() if values.has(name, layer)), "-")
-            for layer in range(min(values.layers, len(values.shapes)))
+            for layer in values.layer_numbers
         ]
         config["moe_intermediate_size"] = values.width("ffn_down_exps.weight", 2)
         if dense := values.width("ffn_down.weight", 1):

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from checkpoint import NAMES, is_finite
 from formats import FORMATS
+from formats.mxfp4 import are_finite_scales
 from formats.words import bytes_to_words, nibbles, nibbles_to_words, pack_nibbles
 from models.quantization import NEAREST, Published
 
 PLAIN_DTYPES = torch.bfloat16, torch.float16, torch.float32
 GROUPS = 128, 64, 32, 16, 8  # of 4-bit integers
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where a word has the number of each of 8 columns
-MAX_EXPONENT = 252  # the largest e8m0 scale with which every e2m1 number is finite in fp32
 # Suffixes of what weights alone do not need: scales of activations and of the KV cache.
 NOT_NEEDED = (
     *(".input_scale", ".input_global_scale", ".output_scale", ".activation_scale"),
@@ -226,10 +226,7 @@ def read_mxfp4(matrix: Matrix) -> PublishedWeight:
     def scale() -> Tensor:
         return matrix.read("weight_scale").view(torch.uint8)
 
-    def is_valid(exponents: Tensor) -> bool:
-        return bool(exponents.max() <= MAX_EXPONENT)
-
-    scales = matrix.part("weight_scale", (groups,), torch.uint8, scale, is_valid)
+    scales = matrix.part("weight_scale", (groups,), torch.uint8, scale, are_finite_scales)
     spec = {"format": "mxfp4", "group_size": group}
     return PublishedWeight(spec, {"codes": codes, "scale": scales})
 

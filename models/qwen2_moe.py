@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from model import Block, Linear
 from models.config import HFConfig, listed_kinds
-from models.family import PublishedLayout
 from models.gguf import Values, dense_config
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.shared_expert import GatedSharedExpertMoE
-from models.tensors import Recipes, copy_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,7 @@ class Qwen2Moe(ScaledRopeFamily):
         "shared_expert_intermediate_size": "shared_intermediate",
     }
     has_window = True
+    has_shared_gate = True
 
     def window_fields(self, c: HFConfig) -> dict:
         """Return the window of all layers. Each has one by its layer_types alone."""
@@ -66,13 +65,6 @@ class Qwen2Moe(ScaledRopeFamily):
         if kinds and set(kinds) == {"full_attention"}:
             c["use_sliding_window"] = False
         return super().window_fields(c)
-
-    def expert_recipes(self, args: Qwen2MoeArgs, layout: PublishedLayout) -> Recipes:
-        table = super().expert_recipes(args, layout)
-        if args.shared_intermediate:
-            gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
-            table["ffn.shared_gate.weight"] = gate
-        return table
 
     gguf = "qwen2moe"
     gguf_keys = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.config import nested_text_config
 from models.gguf import MadeTable, log_of_negative, made_of
 from models.layers.gated_hybrid import HybridArgs, HybridFamily
 
@@ -61,13 +60,11 @@ class Qwen3_5Moe(Qwen3_5MoeText):
     """The model with vision, of which the text part is run. M-RoPE is RoPE for text."""
 
     name = "qwen3_5_moe"
+    is_nested = True
     gguf = None  # such files have the text model alone
     renamed_tensors = (("model.language_model.", "model."),)
     left_out = ("model.visual.",)
     fixed = Qwen3_5MoeText.fixed | {"family": Qwen3_5MoeText.name}  # what is left is that model
-
-    def text_config(self, config: dict) -> dict:
-        return nested_text_config(config)
 
     # As in text_config of Qwen/Qwen3.5-35B-A3B and Qwen/Qwen3.6-35B-A3B on the Hugging Face Hub.
     shapes = {

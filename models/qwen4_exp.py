@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from model import Block, Chunk, Context, is_layer
-from models.config import HFConfig, nested_text_config
+from models.config import HFConfig
 from models.family import PublishedLayout
 from models.layers.gated_delta_net import DeltaNet
 from models.layers.gated_hybrid import KINDS, HybridArgs, HybridFamily, HybridTransformer
@@ -58,7 +58,6 @@ class Qwen4ExpArgs(HybridArgs):
             "streams": self.streams > 1,
             "index_dim": self.index_dim % self.rotary_dim == 0,
             "index_budget": self.index_budget % self.index_ratio == 0,
-            "ngram_layers": all(is_layer(layer, self.n_layer) for layer in self.ngram_layers),
             "ngram_order": self.ngram_order > 1,
             "ngram_dim": not self.ngram_layers or self.ngram_dim % self.ngram_sizes.all_heads == 0,
             "ngram_end": self.ngram_end < self.vocab_size,
@@ -247,12 +246,10 @@ class Qwen4Exp(Qwen4ExpText):
     """The model with vision, of which the text part is run. M-RoPE is RoPE for text."""
 
     name = "qwen4_exp"
+    is_nested = True
     renamed_tensors = (("model.language_model.", "model."),)
     left_out = "model.visual.", *Qwen4ExpText.left_out
     fixed = Qwen4ExpText.fixed | {"family": Qwen4ExpText.name}  # what is left is that model
-
-    def text_config(self, config: dict) -> dict:
-        return nested_text_config(config)
 
     # As in text_config of Qwen/Qwen3.8-Flash-Next on the Hugging Face Hub.
     shapes = {

@@ -35,6 +35,11 @@ def copy_of(name: str, *shape: int, **options) -> Recipe:
     return Recipe(shape, {name: WHOLE}, **options)
 
 
+def conv_recipe(name: str, channels: int, width: int) -> Recipe:
+    """Return the recipe of a depthwise convolution's weight [N, W], published as [N, 1, W]."""
+    return copy_of(name, channels, 1, width, transform=lambda t: t.squeeze(1))
+
+
 def prefixed(table: Recipes, layer: int, published: int | None = None) -> Recipes:
     """Add the layer's prefix to both sides of a layer's table.
 
@@ -48,13 +53,6 @@ def prefixed(table: Recipes, layer: int, published: int | None = None) -> Recipe
         )
         for name, recipe in table.items()
     }
-
-
-def with_mixer(table: Recipes, layer: int, mixer: Recipes) -> Recipes:
-    """Return a layer's table with the recipes of what is in place of attention."""
-    attention = f"layers.{layer}.attention."
-    kept = {name: recipe for name, recipe in table.items() if not name.startswith(attention)}
-    return kept | prefixed(mixer, layer)
 
 
 def rest_recipes(args: ModelArgs) -> Recipes:
@@ -136,10 +134,14 @@ def expert_recipes(args: ModelArgs, fused: bool) -> Recipes:
     }
 
 
-def shared_expert_recipes(args: ModelArgs) -> Recipes:
+def shared_expert_recipes(args: ModelArgs, gated: bool) -> Recipes:
     """A layer's shared expert, if args has a field `shared_intermediate` that is not 0."""
     width = getattr(args, "shared_intermediate", 0)
-    return dense_recipes("ffn.shared", "mlp.shared_expert", args.dim, width) if width else {}
+    if not width:
+        return {}
+    gate = {"ffn.shared_gate.weight": copy_of("mlp.shared_expert_gate.weight", 1, args.dim)}
+    table = dense_recipes("ffn.shared", "mlp.shared_expert", args.dim, width)
+    return table | gate if gated else table
 
 
 def score_bias_recipe(args: ModelArgs) -> Recipes:

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -394,24 +394,13 @@ class CPUExperts:
         meanwhile; they may call too, and take turns. Pairs of experts that the layer does not have
         (another rank's) count nothing. Raises ValueError for other tensors.
         """
-        self.prepare(x, experts, tokens, weights, y)()
-        return y
-
-    def prepare(
-        self, x: Tensor, experts: Tensor, tokens: Tensor, weights: Tensor, y: Tensor
-    ) -> Callable[[], object]:
-        """Return a call for these tensors, which checks no more. Raises ValueError as a call."""
         self.check(x, experts, tokens, weights, y)
         if self.layer is None:
-            return partial(self.multiply_plain, x, experts, tokens, weights, y)
+            return self.multiply_plain(x, experts, tokens, weights, y)
         count = ctypes.c_int32(len(experts))
         call = self.call_struct(x, experts, tokens, weights, ctypes.addressof(count), y)
-        kept = call, count, x, experts, tokens, weights, y
-
-        def run(_kept=kept) -> None:
-            self.threads.library.run_experts(ctypes.addressof(call))
-
-        return run
+        self.threads.library.run_experts(ctypes.addressof(call))
+        return y
 
     def check(self, x: Tensor, experts: Tensor, tokens: Tensor, weights: Tensor, y: Tensor) -> None:
         """Raise ValueError for tensors that the products do not take."""

@@ -24,29 +24,40 @@ from runtime.runner import CompiledRunner, share_code
 
 
 class OffloadRunner(CompiledRunner):
-    """Runs blocks with offloaded experts; other blocks as CompiledRunner does."""
+    """Runs blocks whose experts may not fit into the slots in waves, all else as CompiledRunner."""
+
+    is_fused = False  # as of FusedRunner
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
-        self.waves = WaveBlocks(self)
+        self.offloaded = offloaded_layers(model)
+        self.compiled_route = self.compile(route_experts)
 
     def can_capture(self, tokens: int) -> bool:
-        return super().can_capture(tokens) and self.waves.can_capture(tokens)
+        """Whether calls of this many tokens need nothing of the host's Python."""
+        active = self.model.args.n_active
+        return super().can_capture(tokens) and all(
+            layer.is_capturable and layer.fits(tokens, active) for layer in self.offloaded
+        )
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
     ):
-        if self.waves.takes(block, x):
-            return self.waves.run(block, x, normed, context, next_norm)
-        return super().block(block, x, normed, context, next_norm)
+        ffn, tokens = block.ffn, x.shape[0] * x.shape[1]
+        if self.is_fused or not isinstance(ffn, MoE) or ffn.experts.fits(tokens, ffn.n_active):
+            return super().block(block, x, normed, context, next_norm)
+        share_code(x, normed, context=context)
+        x, h, indices, weights = self.compiled_route(block, x, normed, context)
+        y = ffn.experts(ffn.expert_input(h), indices, weights)
+        x, normed = block.add_ffn(x, ffn.merge(h, y), next_norm)
+        return x, normed, indices, weights
 
 
-class FusedOffloadRunner(FusedRunner):
+class FusedOffloadRunner(OffloadRunner, FusedRunner):
     """Runs a few tokens by the fused kernels, which read slots; all else as OffloadRunner."""
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)
-        self.waves = WaveBlocks(self)
         fitting = [n for n in range(1, MAX_TOKENS + 1) if self.takes_tokens(n)]
         self.max_tokens, self.prompt_chunks = max(fitting, default=1), ()
         self.short_chunks = CompiledRunner.short_chunks
@@ -60,44 +71,6 @@ class FusedOffloadRunner(FusedRunner):
     def make_layer(block: Block) -> FusedLayer:
         offloaded = isinstance(block.ffn, MoE) and isinstance(block.ffn.experts, OffloadedExperts)
         return FusedLayer(block, FusedOffloadedExperts if offloaded else FusedExperts)
-
-    def can_capture(self, tokens: int) -> bool:
-        return super().can_capture(tokens) and self.waves.can_capture(tokens)
-
-    def block(
-        self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
-    ):
-        if not self.is_fused and self.waves.takes(block, x):
-            return self.waves.run(block, x, normed, context, next_norm)
-        return super().block(block, x, normed, context, next_norm)
-
-
-class WaveBlocks:
-    """Blocks whose tokens may choose more experts than there are slots, for both runners."""
-
-    def __init__(self, runner: CompiledRunner):
-        self.model = runner.model
-        self.layers = offloaded_layers(self.model)
-        self.compiled_route = runner.compile(route_experts)
-
-    def can_capture(self, tokens: int) -> bool:
-        """Whether calls of this many tokens need nothing of the host's Python."""
-        active = self.model.args.n_active
-        return all(layer.is_capturable and layer.fits(tokens, active) for layer in self.layers)
-
-    def takes(self, block: Block, x: Tensor) -> bool:
-        """Whether a block's experts may not fit into the slots at once."""
-        if not isinstance(block.ffn, MoE):
-            return False
-        return not block.ffn.experts.fits(x.shape[0] * x.shape[1], block.ffn.n_active)
-
-    def run(self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
-        """`Block.forward`."""
-        share_code(x, normed, context=context)
-        x, h, indices, weights = self.compiled_route(block, x, normed, context)
-        y = block.ffn.experts(block.ffn.expert_input(h), indices, weights)
-        x, normed = block.add_ffn(x, block.ffn.merge(h, y), next_norm)
-        return x, normed, indices, weights
 
 
 def route_experts(block: Block, x: Tensor, normed: Tensor, context: Context):
@@ -145,10 +118,6 @@ class FusedOffloadedExperts(FusedExperts):
         if self.gate is not None:
             self.rows = torch.cat((self.router.weight, self.gate.weight))
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expert_indices and expert_weights [T, A]."""
-        return route(scores, self.routing)
-
     def forward(
         self, x: Tensor, attended: Tensor, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +126,7 @@ class FusedOffloadedExperts(FusedExperts):
         plain = torch.empty_like(y)
         normed, scores = norm_router(y, self.normed_router, self.w13, plain=plain, **added)
         plain = normed if isinstance(normed, Tensor) else plain
-        indices, weights = self.choose(scores)
+        indices, weights = route(scores, self.routing)
         layer = self.offloaded
         box = layer.mailbox(len(plain))
         table = layer.cache.table(box is not None)

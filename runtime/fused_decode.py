@@ -318,15 +318,8 @@ class FusedRunner(CompiledRunner):
     def pass_steps(self) -> tuple[Callable, Callable]:
         _, compiled = super().pass_steps()
 
-        def verify(
-            state: StepState,
-            logits: Tensor,
-            tokens: Tensor,
-            last: Tensor,
-            q: Tensor | None,
-            candidates: int,
-            result: Tensor,
-        ) -> None:
+        def verify(state: StepState, logits: Tensor, tokens: Tensor, last: Tensor, *rest) -> None:
+            q, candidates, result = rest
             given = state, logits, tokens, last, q if candidates else None
             check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
             if candidates > MAX_CANDIDATES or not self.runs("verification", check):

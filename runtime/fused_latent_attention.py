@@ -42,14 +42,10 @@ class FusedLatentAttention:
         (plain,), width = self.plain, self.layer.width
         q, kv = qkv.flatten(0, 1).split((qkv.shape[-1] - width, width), dim=-1)
         if self.query_weight is not None:
-            q = self.project_query(q, self.query_weight)
+            norm = plain.q_norm
+            q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps, self.query_weight)
+            q = dense.dense_product(q, self.query_weight, scale)
         cache, scales = plain.cache.stored()
         rope, positions, norm = context.rope, context.positions, plain.kv_norm.weight
         x = LatentTensors(q, kv, rope, positions, cache, scales, plain.wkv, norm)
         return attend_latent_tokens(x, self.layer).unflatten(0, qkv.shape[:2])
-
-    def project_query(self, q: Tensor, weight: Weight) -> Tensor:
-        """q [T, q_rank] -> [T, H * C]: norm and product."""
-        norm = self.plain[0].q_norm
-        q, scale = dense.norm_apart(q.contiguous(), norm.weight, norm.eps, weight)
-        return dense.dense_product(q, weight, scale)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from model import Chunk, Runner, Transformer
 from ops.inductor import compiled
+from ops.plain.pending import MAX_TENTATIVE
 from runtime.drafters import DraftModel
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_steps import PADDING_MULTIPLE

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
 from ops.inductor import any_size, compiled
 from ops.launch import KernelError, broken, can_launch, give_up
+from ops.plain.pending import MAX_TENTATIVE
 from ops.products.prompt import GROUPED
 from runtime.sampling import StepState, make_sample_step
-from runtime.sequence_state import MAX_TENTATIVE
 from runtime.verification import begin_pass, verify_pass
 
 SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at once

@@ -13,12 +13,9 @@ nothing runs in each layer after a pass, and the host does not wait.
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from model import Context
-
-MAX_TENTATIVE = 16  # tokens of one call that can still be refused
 
 
 class SequenceState(Protocol):
@@ -51,11 +48,3 @@ class SequenceState(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-
-
-def real_tokens(queries: int, context: Context, device: torch.device) -> Tensor:
-    """Return which queries of a call are real tokens, bool [B, Q] or [1, Q]."""
-    index = torch.arange(queries, device=device)
-    if context.last is None:
-        return torch.ones_like(index, dtype=torch.bool).unsqueeze(0)
-    return index <= context.last.unsqueeze(1)

@@ -18,6 +18,7 @@ from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, MoE, Runner, Transfo
 from ops.inductor import compiled, without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
+from ops.plain.pending import MAX_TENTATIVE
 from runtime.graphs import CapturedStep, run_on_host
 from runtime.kernel_choice import choose_runner, describe_kernels
 from runtime.logit_edits import edit_logits
@@ -25,7 +26,6 @@ from runtime.memory import PREFILL_CHUNK, choose_chunk, free_gpu_memory
 from runtime.outbox import Outbox
 from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling, StepState, sample
-from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session_rows import SessionRows, copy_all
 from runtime.transfers import read_later
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE
 from ops.plain.ring import RING_SPARE, Ring
-from runtime.sequence_state import MAX_TENTATIVE, SequenceState
+from runtime.sequence_state import SequenceState
 
-MAX_SNAPSHOTS = 8  # kept for a sequence; each is as large as its recurrent states, or its rings
 MAX_BYTES = 10**9  # copies of one sequence take no more, if two fit: large rings have fewer
 RING_SLACK = RING_SPARE - MAX_TENTATIVE  # tokens by which rings go back without a copy
 

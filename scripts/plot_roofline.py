@@ -10,15 +10,15 @@ hollow point is the peer of that run; a line connects both. Light points are oth
 same GPU: "others" in a result, which benchmark.py does not write; docs/roofline.jsonl has them.
 """
 
+import argparse
 import json
 import math
 import sys
 from pathlib import Path
 
-from benchmarks.pictures import new_figure, save_figure
-from cli.command import command
+from benchmarks.pictures import new_figure, picture_command
 from cli.parser import Parser
-from cli.script_options import check_picture
+from cli.script_options import add_output
 
 TEXTS = "arch", "mode", "gpu"
 NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
@@ -287,30 +287,18 @@ def build_parser() -> Parser:
             "python benchmark.py --arch OLMoE-1B-7B --json | python scripts/plot_roofline.py -",
         ),
     )
-    parser.add_argument(
-        "results",
-        nargs="+",
-        metavar="RESULT",
-        help="output of benchmark.py --json; - is stdin",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("roofline.svg"),
-        help="picture, .png or .svg (roofline.svg)",
-    )
+    results = "output of benchmark.py --json; - is stdin"
+    parser.add_argument("results", nargs="+", metavar="RESULT", help=results)
+    add_output(parser, "roofline.svg")
     return parser
 
 
-@command()
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
-    check_picture(options)
-    results = [result for name in options.results for result in read_results(name)]
-    save_figure(draw(results), options.output)
-    print(options.output)
-    return 0
+def draw_results(options: argparse.Namespace):
+    """Return the figure of all results."""
+    return draw([result for name in options.results for result in read_results(name)])
+
+
+main = picture_command(build_parser, draw_results)
 
 
 if __name__ == "__main__":

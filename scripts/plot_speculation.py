@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.expectation import expected_tokens
-from benchmarks.pictures import new_figure, save_figure
-from cli.command import command
+from benchmarks.pictures import new_figure, picture_command
 from cli.parser import Parser
-from cli.script_options import add_picture, check_picture
+from cli.script_options import add_picture
 
 ACCEPTANCE = [n / 50 for n in range(20, 51)]
 SHADES = "#1a1a1a", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041c3d"
@@ -72,14 +71,7 @@ def build_parser() -> Parser:
     return parser
 
 
-@command()
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
-    check_picture(options)
-    save_figure(draw(read_result(options.result)), options.output)
-    print(options.output)
-    return 0
+main = picture_command(build_parser, lambda options: draw(read_result(options.result)))
 
 
 if __name__ == "__main__":

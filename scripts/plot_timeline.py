@@ -13,10 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.pictures import new_figure, save_figure
-from cli.command import command
+from benchmarks.pictures import new_figure, picture_command
 from cli.parser import Parser
-from cli.script_options import add_picture, check_picture
+from cli.script_options import add_picture
 
 WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
 # Part of a kernel's name -> what it computes; the first that fits. Older results have older names.
@@ -155,14 +154,7 @@ def build_parser() -> Parser:
     return parser
 
 
-@command()
-def main() -> int:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
-    options = build_parser().parse_args()
-    check_picture(options)
-    save_figure(draw(read_result(options.result)), options.output)
-    print(options.output)
-    return 0
+main = picture_command(build_parser, lambda options: draw(read_result(options.result)))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from benchmarks.pictures import new_figure, save_figure
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
@@ -196,10 +197,7 @@ def tables(found: dict) -> str:
 
 def draw_curves(found: dict, path: Path) -> None:
     """Draw hit ratio against slots, and recall against the number of predictions."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure((9, 3.6))
     left, right = figure.subplots(1, 2)
     for (policy, row), color in zip(found["hit_ratio"].items(), COLORS, strict=True):
         style = {"marker": "o", "markersize": 4}
@@ -215,8 +213,7 @@ def draw_curves(found: dict, path: Path) -> None:
         axes.set_ylim(0, 1.03)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    with rc_context({"svg.hashsalt": "offload"}):  # reproducible bytes
-        figure.savefig(path, metadata={"Date": None})
+    save_figure(figure, path)
 
 
 def draw_experts(found: dict, chosen: Tensor, weights: Tensor, slots: int, path: Path) -> None:
@@ -224,12 +221,10 @@ def draw_experts(found: dict, chosen: Tensor, weights: Tensor, slots: int, path:
 
     Grey squares: the experts cached before the token, by lru with `slots` slots.
     """
-    from matplotlib.figure import Figure
-
     count, experts = len(chosen), found["experts"]
     layers = sorted({round(n * (count - 1) / 3) for n in range(4)})
     height = 0.5 + len(layers) * (0.5 + 0.14 * min(experts, 32))
-    figure = Figure(figsize=(10, height), dpi=110, layout="constrained")
+    figure = new_figure((10, height), dpi=110)
     rows = figure.subplots(len(layers), 1, sharex=True, squeeze=False).flat
     for axes, layer in zip(rows, layers, strict=True):
         _, before = replay(chosen[layer].tolist(), experts, slots, "lru")
@@ -246,7 +241,7 @@ def draw_experts(found: dict, chosen: Tensor, weights: Tensor, slots: int, path:
         axes.spines[:].set_visible(False)
     legend = f"blue: chosen, squares: cached in one of {slots} slots (lru)"
     axes.set_xlabel(f"the last {len(cells)} tokens; {legend}")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 # Command ------------------------------------------------------------------------------------------

@@ -127,22 +127,13 @@ class Constraint:
     """Follows one sequence through a grammar.
 
     grammar: from `json_object`, `json_schema`, `regex`, `lark` or `forced_calls`. started:
-    False allows every token until `start`, for models that reason before they answer. Raises
+    False allows every token until it is set, for models that reason before they answer. Raises
     ValueError, one line, if the grammar is invalid or exceeds LIMITS.
     """
 
     def __init__(self, tokens: GrammarTokens, grammar: str, started: bool = True):
         self.tokens, self.started = tokens, started
         self._matcher = tokens.matcher(grammar)
-
-    @property
-    def may_end(self) -> bool:
-        """Whether a stop token is allowed next."""
-        return not self.started or self._matcher.is_accepting() or self._matcher.is_stopped()
-
-    def start(self) -> None:
-        """Apply the grammar from the next token on."""
-        self.started = True
 
     def mask(self, row: Tensor) -> None:
         """Write the allowed next tokens to `row`, contiguous int32 [W] in host memory.

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.constraints import OBJECT, arguments_schema, check_size, marker
 from tokenizer import Tokenizer
-from tool_calls.arguments import Schema
+from tool_calls.arguments import Schema, members
 from tool_calls.parser import ArgumentTags
 
 # A Python text in single quotes. A quote ends it before a comma or a bracket.
@@ -73,7 +73,7 @@ def _tagged_arguments(
     `argumentsN_I` are the arguments from the I-th on after none, `furtherN_I` after another one.
     """
     root, rules = Schema(schema), []
-    found = {key: value for part in root.parts() for key, value in _properties(part)}
+    found = {key: value for part in root.parts() for key, value in members(part).items()}
     required = {key for part in root.parts() for key in _listed(part, "required")}
     for index, (key, value) in enumerate(found.items()):
         one, rest = f"argument{number}_{index}", f"further{number}_{index + 1}"
@@ -134,11 +134,6 @@ def _python_values(schema: Any, root: Schema, quoted: bool) -> list[str]:
         elif not schema.keys() & RESTRICTED and part.accepts("", exact=False):
             found.append(QUOTED)
     return found
-
-
-def _properties(schema: dict) -> Any:
-    found = schema.get("properties")
-    return found.items() if isinstance(found, dict) else ()
 
 
 def _listed(schema: Any, keyword: str) -> list:

@@ -1,12 +1,11 @@
 """Anthropic's Messages API: its requests become chats. server/message_blocks.py has the answers."""
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
 from runtime.sampling import MAX_CANDIDATES
-from server.errors import FIELD_MESSAGES, APIError, ContextLengthError, error_field, error_message
+from server.errors import FIELD_MESSAGES, APIError, ContextLengthError
 from server.plan import GenerationRequest, Limits, parse_body, plan_request, prompt_errors
 from server.schema import (
     FAIL_FAST,
@@ -15,6 +14,7 @@ from server.schema import (
     ChatCompletionBody,
     StopTexts,
     TokenLimit,
+    chat_error,
     part_text,
     vocabulary_of,
 )
@@ -130,7 +130,7 @@ class PromptBody(StrictModel):
         try:
             return ChatCompletionBody.model_validate(fields)
         except ValidationError as error:
-            raise chat_error(error) from None
+            raise chat_error(error, NAMES, WRONG_FIELDS) from None
 
     def chat_messages(self) -> list[Item]:
         """Return the conversation as a chat's messages. Raises ValueError."""
@@ -270,17 +270,6 @@ def chat_tools(tools: list[Item]) -> list[Item]:
 
 
 # Requests and errors ------------------------------------------------------------------------------
-
-
-def chat_error(error: ValidationError) -> APIError:
-    """Return the error of a chat's field as one of this API."""
-    field, message = error_field(error) or "", error_message(error, ChatCompletionBody)
-    name = NAMES.get(field, field)
-    if message == FIELD_MESSAGES.get("messages"):
-        message = WRONG_MESSAGES
-    elif message == FIELD_MESSAGES.get(field):
-        message = WRONG_FIELDS.get(name, message)
-    return APIError(re.sub(f"^{field}(?= )", name, message) if field else message, param=name)
 
 
 def read_message(

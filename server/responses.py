@@ -5,12 +5,11 @@ may stand in it by their ids, as the Vercel AI SDK sends them: ItemStore has bot
 """
 
 import json
-import re
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from server.errors import FIELD_MESSAGES, APIError, error_field, error_message
+from server.errors import FIELD_MESSAGES, APIError
 from server.plan import GenerationRequest, Limits, parse_body, plan_request
 from server.response_store import ItemStore
 from server.schema import (
@@ -19,6 +18,7 @@ from server.schema import (
     LogprobCount,
     Seed,
     TokenLimit,
+    chat_error,
     reasoning_text,
 )
 from server.structured import (
@@ -116,17 +116,14 @@ class ResponsesBody(StructuredFields, OtherServersFields):
         if self.text.format.get("type") != "text":
             if self.response_format.type != "text":
                 raise APIError("response_format and text.format: send one", param="text")
-            fields["response_format"] = self.chat_format()
+            fields["response_format"] = self.text.format
+            if (kind := self.text.format.get("type")) == "json_schema":
+                fields["response_format"] = {"type": kind, "json_schema": self.text.format}
         try:
             return ChatCompletionBody.model_validate(fields)
         except ValidationError as error:
             names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-            field = error_field(error) or ""
-            message = error_message(error, ChatCompletionBody)
-            if message == FIELD_MESSAGES["messages"]:
-                message = FIELD_MESSAGES["input"]
-            message = re.sub("^messages:", "input:", message)
-            raise APIError(message, param=names.get(field, field) or None) from None
+            raise chat_error(error, names, {"messages": FIELD_MESSAGES["input"]}) from None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -197,12 +194,6 @@ class ResponsesBody(StructuredFields, OtherServersFields):
             choice = {"type": choice.get("type"), "function": choice}
         found = [{"type": "function", "function": function} for function in functions.values()]
         return found, choice
-
-    def chat_format(self) -> Item:
-        kind = self.text.format.get("type")
-        if kind != "json_schema":
-            return self.text.format
-        return {"type": kind, "json_schema": self.text.format}
 
 
 def allowed_functions(choice: Item) -> set[str]:

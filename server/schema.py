@@ -1,20 +1,15 @@
 """The API's request bodies as pydantic models, and the JSON of its answers."""
 
+import re
 import secrets
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from runtime.reasoning import ANSWER, REASONING, TextSplitter, make_splitter
 from runtime.sampling import MAX_CANDIDATES, TOP_LOGPROBS, Sampling
 from server.calls import CallSettings
-from server.errors import FIELD_MESSAGES, whole_to_int
+from server.errors import FIELD_MESSAGES, APIError, error_field, error_message, whole_to_int
 from server.fill_in import fill_in_prompt
 from server.forced_calls import forced_call
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
@@ -24,7 +19,6 @@ from tool_calls.formats import NAME, find_format
 from tool_calls.generic import GENERIC, messages_with_tools
 from tool_calls.reading import template_calls
 
-BodyType = TypeVar("BodyType", bound=BaseModel)
 MAX_ANSWERS = 8  # the largest `n`
 MAX_PROMPTS = 64  # a request
 MAX_STOPS = 16  # stop texts
@@ -42,8 +36,6 @@ OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_m
 REASONING_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MIN_TEMPERATURE = 1e-4  # below it, dividing logits by the temperature would overflow
-# Of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
-FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length", None: None}
 
 
 def text_to_list(value: Any) -> Any:
@@ -447,6 +439,21 @@ class ChatCompletionBody(GenerationBody):
         is_named = isinstance(choice, NamedChoice)
         single = not self.parallel_tool_calls or is_named
         return CallSettings(format, schemas, prefix, single, grammar, is_named, self.is_forced())
+
+
+def chat_error(error: ValidationError, names: dict[str, str], messages: dict[str, str]) -> APIError:
+    """Return the error of a chat's field as one of an API that has other fields.
+
+    names: fields of a chat -> that API's. messages: by its names, in place of FIELD_MESSAGES.
+    """
+    field, message = error_field(error) or "", error_message(error, ChatCompletionBody)
+    name = names.get(field, field)
+    if message == FIELD_MESSAGES.get("messages"):
+        message = messages["messages"]
+    elif message == FIELD_MESSAGES.get(field):
+        message = messages.get(name, message)
+    message = re.sub(f"^{field}(?=[ :])", name, message) if field else message
+    return APIError(message, param=name or None)
 
 
 def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
+from operator import eq, not_
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -51,21 +52,15 @@ def report_unknown(names: list[str]) -> None:
         log.info("ignored fields of requests (each is listed once): %s", ", ".join(new))
 
 
-def refuse_if_set(value: Any, info: ValidationInfo) -> Any:
-    """Raise ValueError for an unsupported parameter. Empty and false values are accepted."""
-    return check_neutral(value, not value, info)
+def refuse_unless(is_neutral: Callable[[Any], bool]) -> AfterValidator:
+    """Return a validator of an unsupported parameter: it accepts values that change nothing."""
 
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not is_neutral(value):
+            raise ValueError(f"{info.field_name} is not supported: leave it out")
+        return value
 
-def check_neutral(value: Any, is_neutral: bool, info: ValidationInfo) -> Any:
-    if not is_neutral:
-        raise ValueError(f"{info.field_name} is not supported: leave it out")
-    return value
-
-
-def refuse_unless(neutral: Any) -> AfterValidator:
-    """Return a validator that accepts the value by which a parameter changes nothing."""
-
-    return AfterValidator(lambda value, info: check_neutral(value, value == neutral, info))
+    return AfterValidator(check)
 
 
 def drop_empty(value: Any) -> Any:
@@ -73,9 +68,10 @@ def drop_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
-Unsupported = Annotated[Any, AfterValidator(refuse_if_set)]
-UnlessOne = Annotated[Any, refuse_unless(1)]
-UnlessTrue = Annotated[Any, refuse_unless(True)]
+Unsupported = Annotated[Any, refuse_unless(not_)]  # empty and false values are accepted
+UnlessOne = Annotated[Any, refuse_unless(partial(eq, 1))]
+UnlessMinusOne = Annotated[Any, refuse_unless(partial(eq, -1))]
+UnlessTrue = Annotated[Any, refuse_unless(partial(eq, True))]
 Text = Annotated[str, AfterValidator(drop_empty)]
 Schema = Annotated[dict[str, Any] | str, AfterValidator(drop_empty)]  # str: as JSON
 Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
@@ -250,7 +246,7 @@ class OtherServersFields(StrictModel):
     samplers: Unsupported = None
     tfs_z: UnlessOne = 1
     top_a: Unsupported = None
-    top_n_sigma: Annotated[Any, refuse_unless(-1)] = -1
+    top_n_sigma: UnlessMinusOne = -1
     typical_p: UnlessOne = 1
     use_beam_search: Unsupported = None
     xtc_probability: Unsupported = None
@@ -258,7 +254,7 @@ class OtherServersFields(StrictModel):
     ignore_eos: Unsupported = None
     max_new_tokens: Unsupported = None
     min_tokens: Unsupported = None
-    n_predict: Annotated[Any, refuse_unless(-1)] = -1
+    n_predict: UnlessMinusOne = -1
     stop_regex: Unsupported = None
     stop_token_ids: Unsupported = None
     # How the prompt is made, and the answer's text.

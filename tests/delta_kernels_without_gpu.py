@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from model import Context
-from models.layers import gated_delta_net, kimi_delta
-from models.layers.gated_delta_net import MAX_TENTATIVE, DeltaNet, DeltaSizes, DeltaState
+from models.layers.gated_delta_net import DeltaNet, DeltaRuleLayer, DeltaSizes, DeltaState
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
 from ops.attention import delta, delta_prompt, recurrent_parts
 from ops.attention.delta import delta_tokens
@@ -27,10 +26,10 @@ from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
     gated_delta_step,
-    gates_in_torch,
-    mask_gates,
+    masked_gates_in_torch,
     norm_in_torch,
 )
+from ops.plain.pending import MAX_TENTATIVE
 from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
     counts,
@@ -166,7 +165,7 @@ def random_few(
 def few_errors(case: tuple, **options) -> list[float]:
     """Return the errors of y, and of all that the state keeps. options: of `random_few`."""
     layer, *call = random_few(*case, **options)
-    supports = mock.patch.object(module_of(layer), "delta_tokens_supports", lambda state: True)
+    supports = mock.patch.object(type(layer), "mixes_by_kernels", lambda *_: True)
 
     def run(layer: DeltaNet | KimiDelta, *call) -> Tensor:
         with supports:
@@ -193,10 +192,6 @@ def expanded_error(T: int) -> float:
     layer, projected, context = random_few(*case, channel_decay=True)
     ours = deepcopy(layer)
     return relative_error(ours.fused_core(projected, context), layer.core(projected, context))
-
-
-def module_of(layer: DeltaNet | KimiDelta):
-    return sys.modules[type(layer).__module__]
 
 
 N_SEED = 3
@@ -240,7 +235,7 @@ def part_errors(v: Tensor) -> list[float]:
     for G in (H, H * C):
         ba = 4 * torch.randn(B, Q, H + G + 5)[:, :, 3 : H + G + 3]  # as of a split
         weights = ba, torch.randn(H), torch.ones(G)
-        want = mask_gates(*gates_in_torch(*weights), real)
+        want = masked_gates_in_torch(*weights, real)
         got = parts.launch_gates(*weights, real)
         found += [relative_error(*pair) for pair in zip(got, want, strict=True)]
     return found
@@ -322,11 +317,7 @@ def machine_code() -> dict[str, dict[str, int]]:
         recurrent_parts.launch_gates(*gates, real)
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
-    of_both = (gated_delta_net, kimi_delta)
-    supports = [
-        mock.patch.object(each, "delta_tokens_supports", lambda _: True) for each in of_both
-    ]
-    with supports[0], supports[1]:
+    with mock.patch.object(DeltaRuleLayer, "mixes_by_kernels", lambda *_: True):
         found = launched_code(launch_all)
         of_kimi = launched_code(partial(delta_prompt.launch_delta_chunk, *kimi))
         found |= {f"{name} of channels": code for name, code in of_kimi.items()}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from model import Context
 from models.layers.mamba2 import Mamba2, MambaSizes, MambaState
-from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import mamba
+from ops.plain.pending import MAX_TENTATIVE
 from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
     counts,

@@ -45,7 +45,6 @@ from model import (
 )
 from models import ARCHITECTURES, args_of_checkpoint, build_model, family_of
 from models.afmoe import AfmoeArgs
-from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.gemma4 import Gemma4Args
 from models.gpt_oss import BiasedExpertLinear, GptOssArgs, clamped_swiglu
@@ -406,7 +405,7 @@ LAYERS = {
     "gpt_oss": (GptOssArgs, SMALL | dict(attention_bias=True, sliding_window=16)),
     "granitemoe": (GraniteMoeArgs, SMALL | dict(residual_scale=0.22, attention_scale=0.1)),
     "qwen2_moe": (Qwen2MoeArgs, SMALL | dict(shared_intermediate=4 * 64)),
-    "deepseek_v2": (DeepseekArgs, LATENT | dict(shared_intermediate=2 * 64, norm_topk=False)),
+    "deepseek_v2": (LatentArgs, LATENT | dict(shared_intermediate=2 * 64, norm_topk=False)),
     "glm4_moe_lite": (
         LatentArgs,
         LATENT | dict(shared_intermediate=64, q_rank=64, routed_scale=1.8),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from generate import load_model
-from models.layers import gated_delta_net
+from models.layers.gated_delta_net import DeltaNet
 from ops.attention import delta
 from ops.step import draft_check, token_draw
 from runtime.drafting_batch import DraftingBatch
@@ -190,11 +190,9 @@ def kernels_on_cpu():
 
     steps = draft_check.begin_pass, verify
     with ExitStack() as stack:
-        for module, name in (
-            (gated_delta_net, "delta_tokens_supports"),
-            (delta, "kernels_support"),
-        ):
-            stack.enter_context(mock.patch.object(module, name, lambda state: True))
+        for holder, name in ((DeltaNet, "has_kernels"), (delta, "kernels_support")):
+            stack.enter_context(mock.patch.object(holder, name, lambda _: True))
+        stack.enter_context(mock.patch.object(DeltaNet, "mixes_by_kernels", DeltaNet.takes))
         stack.enter_context(mock.patch.object(token_draw, "GROUPS", 16))  # fewer programs
         stack.enter_context(mock.patch.object(EagerRunner, "pass_steps", lambda self: steps))
         yield

@@ -85,10 +85,10 @@ def test_commands_and_text(typed, found):
 def test_a_conversation():
     conversation = Conversation("Python")
     assert conversation.messages == [SYSTEM] and conversation.retract() is None
-    conversation.add("import os", ANSWER["content"])
+    conversation.messages += [{"role": "user", "content": "import os"}, ANSWER]
     assert conversation.messages == [SYSTEM, USER, ANSWER]
     assert conversation.retract() == "import os" and conversation.messages == [SYSTEM]
-    conversation.add("x", "y")
+    conversation.messages += [USER, ANSWER]
     conversation.set_system("C")
     assert conversation.messages == [{"role": "system", "content": "C"}]
     conversation.load([USER, ANSWER])

@@ -337,6 +337,6 @@ def test_calls_of_a_conversation_are_numbered_on(chat, tokenizer):
     ids = [call["id"] for call in prepared[1]["tool_calls"]]
     assert ids == [result["tool_call_id"] for result in prepared[2:]]
     assert ids == ["functions.weather:0", "functions.weather:1"]
-    reader.begin()
-    pieces = reader.push(chat.calls.replace("<|", f"{MARK}<|") if reader.markers else chat.calls)
+    text = chat.calls.replace("<|", f"{MARK}<|") if reader.markers else chat.calls
+    pieces = reader.parser().push(text)
     assert [piece.id for piece in pieces if piece.id] == ["functions.weather:2"]

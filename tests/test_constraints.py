@@ -87,6 +87,11 @@ def allowed(constraint: Constraint | AnswerConstraint) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
+def may_end(constraint: Constraint) -> bool:
+    """Whether a stop token is allowed next."""
+    return constraint._matcher.is_accepting() or constraint._matcher.is_stopped()
+
+
 def walk(constraint: Constraint, rng: random.Random, limit: int = 3000) -> str:
     """Return the text of random allowed tokens; end as soon as the grammar may, at odds of half."""
     tokenizer, ids = constraint.tokens.tokenizer, []
@@ -94,7 +99,7 @@ def walk(constraint: Constraint, rng: random.Random, limit: int = 3000) -> str:
         choices = allowed(constraint)
         assert choices and max(choices) < tokenizer.vocab_size
         stops = [id for id in choices if id in tokenizer.stop_ids]
-        assert bool(stops) == constraint.may_end
+        assert bool(stops) == may_end(constraint)
         if stops and (len(stops) == len(choices) or rng.random() < 0.5):
             return b"".join(map(tokenizer.token_bytes, ids)).decode()
         # Quotes and brackets close what random text would leave open for thousands of tokens.
@@ -192,7 +197,7 @@ def follows(tokens, grammar: str, text: str) -> bool:
             constraint.advance(id)
     except ValueError:
         return False
-    return constraint.may_end
+    return may_end(constraint)
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f.argument_tags()])
@@ -268,7 +273,7 @@ def test_control_token_markers_and_a_late_start(tmp_path):
     constraint = Constraint(tokens, grammar, started=False)
     constraint.advance(5)
     assert len(allowed(constraint)) == 32 * mask_words(tokens.vocab_size)
-    constraint.start()
+    constraint.started = True
     for token in ("t", "r"):
         id = tokens.tokenizer.token_id(token)
         assert id in allowed(constraint)

@@ -31,10 +31,10 @@ from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
 from model import ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
-from models.deepseek import DeepseekArgs
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
-from models.layers import gated_delta_net
+from models.latent_family import LatentArgs
+from models.layers.gated_delta_net import DeltaNet
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights, random_prompt
 from offload.cpu_share import set_copies
@@ -698,7 +698,7 @@ def test_a_stream_given_up_leaves_the_next_one_alone():
             {"sliding_window": 150, "full_layers": (1,), "yarn": Yarn(4.0, 1024)},
         ),
         (
-            DeepseekArgs,
+            LatentArgs,
             "deepseek_v2",
             {"n_kv_head": 1, "head_dim": 48, "rotary_dim": 16, "kv_rank": 32, "value_dim": 32},
         ),
@@ -1165,7 +1165,7 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
     start = [buffer.clone() for buffer in layer.state.buffers()]
     want = layer.core(projected, context)
     expected = {name: buffer.clone() for name, buffer in layer.state.named_buffers()}
-    with mock.patch.object(gated_delta_net, "delta_tokens_supports", lambda state: True):
+    with mock.patch.object(DeltaNet, "mixes_by_kernels", lambda *_: True):
         layer.core(projected, context)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -1177,7 +1177,7 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
         real = tokens if last is None else last[row] + 1
         if real:
             assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
-    used = {"ba": tokens, "inputs": 3 + tokens}
+    used = {"gates": tokens, "inputs": 3 + tokens}
     for name, buffer in layer.state.named_buffers():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name
@@ -1213,7 +1213,7 @@ def test_few_tokens_of_a_mamba_layer(sizes, tokens):
     for name in ("y", "state"):
         assert delta_benchmark.difference(found[name][:32], want[name][:32]) < 2e-2, name
     pending = tokens if tokens > 1 else 0
-    for name, count in {"inputs": 3 + pending, "dt": pending, "first": None}.items():
+    for name, count in {"inputs": 3 + pending, "gates": pending, "first": None}.items():
         assert torch.equal(found[name][:32, :count], want[name][:32, :count]), name
     assert not layer.state.arrivals.any()
     for _ in range(300):

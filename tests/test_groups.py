@@ -17,10 +17,10 @@ from formats.quantizer import describe_groups, formats_of_mode, plan_format
 from generate import load_model
 from model import ModelArgs
 from models import ARCHITECTURES, build_model
-from models.deepseek import DeepseekArgs
 from models.gemma4 import Gemma4Args
 from models.glm4_moe import Glm4MoeArgs
 from models.gpt_oss import GptOssArgs
+from models.latent_family import LatentArgs
 from models.layers.yarn import Yarn
 from models.random_weights import RandomWeights, first_layers
 from offload.plan import OffloadSettings
@@ -62,7 +62,7 @@ MODELS = {
         dense_layers=(0,),
         dense_intermediate=10944,
     ),
-    "deepseek_v2": DeepseekArgs(
+    "deepseek_v2": LatentArgs(
         "deepseek_v2",
         **SIZES | dict(head_dim=48, intermediate=1408),
         n_kv_head=1,

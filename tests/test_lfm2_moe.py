@@ -12,10 +12,10 @@ from model import KVCache, Transformer
 from models import ARCHITECTURES, args_from_hf, build_model, family_of
 from models.layers.short_conv import ConvCache
 from models.lfm2_moe import Lfm2MoeArgs
+from ops.plain.pending import MAX_TENTATIVE
 from ops.plain.ring import RING_SPARE, Ring
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 

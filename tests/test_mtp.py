@@ -35,6 +35,7 @@ from models import ARCHITECTURES, args_of_checkpoint, build_model, head_args
 from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
+from ops.plain.pending import MAX_SNAPSHOTS
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
 from runtime.fused_head import fused_head
 from runtime.fused_layer import fused_layers
@@ -42,7 +43,6 @@ from runtime.loading import head_source, load_head
 from runtime.mtp import RING, MTPDrafter
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
-from runtime.snapshots import MAX_SNAPSHOTS
 from runtime.speculation import Speculation
 from runtime.weights import bytes_per_token
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from without_gpu import run_without_gpu
 
 from generate import load_model
-from models.layers import gated_delta_net
+from models.layers.gated_delta_net import DeltaState
 from ops.step import draft_check, token_draw
 from runtime.fused_decode import FusedRunner
 from runtime.outbox import Outbox
@@ -100,12 +100,12 @@ def test_passes_of_several_rows_of_the_embedded_hybrid(rows, hybrid_directory):
 @pytest.mark.parametrize("wrong", ("refused tokens stay", "accepted ones are lost"))
 def test_a_faulty_state_is_found(wrong, make_family, monkeypatch):
     """The check fails if a layer takes in a token too many or too few."""
-    take_in, more = gated_delta_net.take_in_pending, 1 if wrong.startswith("refused") else -1
+    take_in, more = DeltaState.take_in, 1 if wrong.startswith("refused") else -1
 
     def faulty(state, pending, weights, position, *rest) -> None:
         take_in(state, pending, weights, position + more, *rest)
 
-    monkeypatch.setattr(gated_delta_net, "take_in_pending", faulty)
+    monkeypatch.setattr(DeltaState, "take_in", staticmethod(faulty))
     found = drive(make_family("qwen3_next").directory, GREEDY)
     assert not found["same"] or found["error"] > 1e-3
 

@@ -6,13 +6,12 @@ from chunks import prompt, run, run_chunks
 
 from generate import load_model
 from model import Chunk, Transformer
-from models.layers import pending_state
 from models.layers.pending_state import PendingState, RecurrentLayer
+from ops.plain.pending import MAX_SNAPSHOTS
 from runtime.runner import CompiledRunner
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE
 from runtime.session import Session, SessionOptions
-from runtime.snapshots import MAX_SNAPSHOTS, Snapshots
+from runtime.snapshots import Snapshots
 from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
@@ -38,11 +37,6 @@ def assert_same_state(model: Transformer, other: Transformer) -> None:
     for ours, theirs in zip(recurrent_states(model), recurrent_states(other), strict=True):
         torch.testing.assert_close(ours.state, theirs.state, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.window, theirs.window, rtol=1e-4, atol=1e-5)
-
-
-def test_the_layers_know_what_the_runtime_keeps():
-    assert pending_state.MAX_TENTATIVE >= MAX_TENTATIVE
-    assert pending_state.MAX_SNAPSHOTS >= MAX_SNAPSHOTS
 
 
 def test_joined_projections_give_the_same(model):

@@ -16,12 +16,13 @@ from test_tp import run_ranks
 from formats.kv_cache import KV_CACHES
 from model import Chunk, KVCache, ModelArgs, Transformer
 from models import ARCHITECTURES, build_model
+from ops.plain.pending import MAX_SNAPSHOTS
 from ops.plain.ring import RING_SPARE, Ring, cache_slots
 from runtime.batch import Batch
 from runtime.loading import load_model
 from runtime.memory import cache_bytes, plan_capacity
 from runtime.session import Session, SessionOptions
-from runtime.snapshots import MAX_SNAPSHOTS, RING_SLACK, snapshots_kept
+from runtime.snapshots import RING_SLACK, snapshots_kept
 
 WINDOW, SLOTS, LENGTH, VOCABULARY = 20, 128, 700, 64
 KINDS = list(KV_CACHES)

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from formats.kv_cache import Int8KVCache
 from model import Context, KVCache, Linear, ModelArgs, Transformer
-from models.deepseek import DeepseekArgs, DeepseekTransformer
+from models.latent_family import LatentArgs, LatentTransformer
+from ops.plain.pending import MAX_TENTATIVE
 from runtime.sampling import Sampling
-from runtime.sequence_state import MAX_TENTATIVE, real_tokens
 from runtime.session import Session, SessionOptions
 from runtime.snapshots import Snapshots
 from runtime.speculation import Speculation
@@ -16,6 +16,14 @@ from runtime.speculation import Speculation
 WIDTH = 16
 DECAY = 0.7
 GREEDY = Sampling(temperature=0)
+
+
+def real_tokens(queries: int, context: Context, device: torch.device) -> Tensor:
+    """Return which queries of a call are real tokens, bool [B, Q] or [1, Q]."""
+    index = torch.arange(queries, device=device)
+    if context.last is None:
+        return torch.ones_like(index, dtype=torch.bool).unsqueeze(0)
+    return index <= context.last.unsqueeze(1)
 
 
 class RecurrentState:
@@ -103,8 +111,8 @@ def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:
 def make_model(kind: str = "plain", seed: int = 0) -> Transformer:
     if kind == "latent":
         latent = dict(n_kv_head=1, head_dim=16, rotary_dim=8, kv_rank=16, value_dim=8)
-        args = DeepseekArgs("deepseek_v2", **SIZES, **latent)
-        return with_recurrence(DeepseekTransformer(args), seed)
+        args = LatentArgs("deepseek_v2", **SIZES, **latent)
+        return with_recurrence(LatentTransformer(args), seed)
     args = ModelArgs("mixtral", **SIZES, n_kv_head=2, head_dim=8)
     return with_recurrence(Transformer(args), seed)
 

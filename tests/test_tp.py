@@ -35,7 +35,6 @@ from generate import embedded_checkpoint, load_model
 from model import ExpertLinear, ModelArgs
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.afmoe import AfmoeArgs
-from models.deepseek import DeepseekArgs
 from models.ernie4_5_moe import Ernie4_5MoeArgs
 from models.family import Shard
 from models.flint import FlintArgs
@@ -50,9 +49,9 @@ from models.latent_family import LatentArgs
 from models.layers.gated_hybrid import HybridArgs
 from models.layers.granite import GraniteMoeArgs
 from models.layers.layer_rope import LayerRope, LayerRopeArgs
+from models.layers.partial_rope import PartialRopeArgs
 from models.layers.yarn import Yarn
 from models.lfm2_moe import Lfm2MoeArgs
-from models.minimax_m2 import MiniMaxM2Args
 from models.nemotron_h import NemotronHArgs
 from models.phimoe import PhimoeArgs
 from models.qwen2_moe import Qwen2MoeArgs
@@ -221,7 +220,7 @@ FAMILIES = {
         rope_factors=tuple(1 + n / 4 for n in range(16)),
         rope_scale=1.2,
     ),
-    "deepseek_v2": DeepseekArgs(
+    "deepseek_v2": LatentArgs(
         "deepseek_v2",
         **LATENT,
         n_expert=8,
@@ -236,7 +235,7 @@ FAMILIES = {
         dense_layers=(0,),
         dense_intermediate=512,
     ),
-    "deepseek_v3": DeepseekArgs(
+    "deepseek_v3": LatentArgs(
         "deepseek_v3",
         **LATENT,
         n_expert=8,
@@ -303,7 +302,7 @@ FAMILIES = {
         dense_layers=(0,),
         dense_intermediate=512,
     ),
-    "minimax_m2": MiniMaxM2Args(
+    "minimax_m2": PartialRopeArgs(
         "minimax_m2",
         **SIZES,
         n_kv_head=4,

@@ -62,17 +62,7 @@ class HermesParser(CallParser):
     tokens = ("<tool_call>", "</tool_call>")
     openers = ("<tool_call>",)
     closer = "</tool_call>"
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return '<tool_call>\n{"name": "' + (f'{name}", "arguments":' if name else "")
-
-    @classmethod
-    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
-        return '", "arguments":', "}\n</tool_call>"
-
-    def call(self) -> Reader:
-        return (yield from self.json_calls())
+    json_tags = "<tool_call>\n", "\n</tool_call>"
 
 
 class MistralParser(CallParser):
@@ -81,18 +71,20 @@ class MistralParser(CallParser):
     in_template = ("[TOOL_CALLS]",)
     tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     openers = ("[TOOL_CALLS]",)
+    json_tags = "[TOOL_CALLS][", "]"
 
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         if tokenizer.template_has("[ARGS]"):
             return "[TOOL_CALLS]" + (f"{name}[ARGS]" if name else "")
-        space = " " if tokenizer.template_has("[TOOL_CALLS] [") else ""  # Mixtral 8x22B
-        return f'[TOOL_CALLS]{space}[{{"name": "' + (f'{name}", "arguments":' if name else "")
+        prefix = super().prefix(name, tokenizer)
+        has_space = tokenizer.template_has("[TOOL_CALLS] [")  # Mixtral 8x22B
+        return prefix.replace("][", "] [", 1) if has_space else prefix
 
     @classmethod
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
         is_new = tokenizer.template_has("[ARGS]")
-        return ("[ARGS]", "") if is_new else ('", "arguments":', "}]")
+        return ("[ARGS]", "") if is_new else super().json_markers(tokenizer)
 
     def new_id(self, name: str) -> str:
         """Return nine letters or digits: Mistral's templates accept no other id."""
@@ -133,22 +125,12 @@ class GraniteParser(CallParser):
     in_template = ("<|tool_call|>",)
     tokens = ("<|tool_call|>",)
     openers = ("<|tool_call|>",)
-
-    @classmethod
-    def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
-        return '<|tool_call|>[{"name": "' + (f'{name}", "arguments":' if name else "")
-
-    @classmethod
-    def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
-        return '", "arguments":', "}]"
+    json_tags = "<|tool_call|>[", "]"
 
     @classmethod
     def written(cls, calls: Sequence[Call]) -> tuple[str, str, str] | None:
         found = [call._asdict() for call in calls]
         return cls.openers[0], json.dumps(found, ensure_ascii=False), ""
-
-    def call(self) -> Reader:
-        return (yield from self.json_calls())
 
 
 class GemmaParser(CallParser):

@@ -83,7 +83,8 @@ class CallParser:
     """Splits an answer into text and tool calls. Text that only looks like a call is text.
 
     in_template: texts by which a chat template is recognized. tokens: markers that may be control
-    tokens. openers: markers that begin a call. closer: text that ends it. White space around calls
+    tokens. openers: markers that begin a call. closer: text that ends it. json_tags: texts before
+    and after {"name": ..., "arguments": {...}}, if calls are such objects. White space around calls
     belongs to neither text nor call.
     """
 
@@ -91,6 +92,7 @@ class CallParser:
     tokens: ClassVar[tuple[str, ...]] = ()
     openers: ClassVar[tuple[str, ...]] = ()
     closer: ClassVar[str | None] = None
+    json_tags: ClassVar[tuple[str, str] | None] = None
     splits_reasoning = False  # whether it replaces runtime.reasoning
 
     def __init__(self, schemas: dict[str, dict], marker: Callable[[str], str], single: bool):
@@ -112,7 +114,8 @@ class CallParser:
     @classmethod
     def prefix(cls, name: str | None, tokenizer: Tokenizer) -> str:
         """Return the text that forces a call of a function, or of any (None)."""
-        raise NotImplementedError
+        assert cls.json_tags
+        return cls.json_tags[0] + '{"name": "' + (f'{name}", "arguments":' if name else "")
 
     @classmethod
     def json_markers(cls, tokenizer: Tokenizer) -> tuple[str, str] | None:
@@ -120,7 +123,7 @@ class CallParser:
 
         None: the arguments are not JSON.
         """
-        return None
+        return cls.json_tags and ('", "arguments":', "}" + cls.json_tags[1])
 
     @classmethod
     def argument_tags(cls) -> ArgumentTags | None:
@@ -182,7 +185,7 @@ class CallParser:
 
     def call(self) -> Reader:
         """Read a call after its opener. If it is none, return False with the buffer unchanged."""
-        raise NotImplementedError
+        return (yield from self.json_calls())
 
     def read(self) -> Reader:
         openers = [self.marker(opener) for opener in self.openers]

@@ -6,11 +6,11 @@ from tokenizer import Tokenizer
 from tool_calls.formats import find_format
 from tool_calls.generic import GENERIC, messages_with_tools
 from tool_calls.lenient_json import parse_json
-from tool_calls.parser import MARK, Call, CallParser, Piece
+from tool_calls.parser import MARK, Call, CallParser
 
 
 class CallReader:
-    """The calls of a chat's answers. `prepare` its messages and `begin` before each answer."""
+    """The calls of a chat's answers. `prepare` its messages, then take the answer's `parser`."""
 
     def __init__(self, tokenizer: Tokenizer, tools: list[dict]):
         """tools: as in OpenAI's API, {"type": "function", "function": {"name", ...}}."""
@@ -19,24 +19,12 @@ class CallReader:
         self.format = self.known or GENERIC
         self.markers = control_markers(self.format, tokenizer)
         self.splits_reasoning = self.format.splits_reasoning
-        self.parser = self.make()
 
-    def make(self) -> CallParser:
+    def parser(self) -> CallParser:
+        """Return what reads the calls of the next answer."""
         functions = (tool["function"] for tool in self.tools)
         schemas = {function["name"]: function.get("parameters", {}) for function in functions}
         return make_parser(self.format, self.tokenizer, schemas)
-
-    def begin(self) -> None:
-        """Begin an answer."""
-        self.parser = self.make()
-
-    def push(self, text: str) -> list[Piece]:
-        """Take new text; return the pieces now certain."""
-        return self.parser.push(text)
-
-    def end(self, is_cut: bool) -> list[Piece]:
-        """End the answer; return the rest. is_cut: a limit has ended it."""
-        return self.parser.flush(is_cut)
 
     def prepare(self, messages: list[dict]) -> tuple[list[dict], dict[str, Any]]:
         """Return the messages for the chat template, and its variables."""

@@ -1,11 +1,13 @@
 """Grouped-query attention whose output is gated: Qwen3-Next, and heads as a whole in Laguna."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from model import Attention, Context, Linear
+from model import Attention, Context, Linear, ModelArgs
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipe, Recipes, copy_of
+from models.tensors import Recipes, attention_recipes
 from ops.declared import AttentionAdditions, OutputGate
 from ops.inductor import materialize
 from ops.plain.attention import gate_heads
@@ -45,30 +47,19 @@ class GatedAttention(GatedOutput):
         return AttentionAdditions(gate=self.gate)
 
 
-def gated_attention_recipes(args) -> Recipes:
+def gated_attention_recipes(args: ModelArgs) -> Recipes:
     """A layer's gated attention. q_proj has each head's query, then its gate."""
-    H, K, C, D = args.n_head, args.n_kv_head, args.head_dim, args.dim
-    q, kv = 2 * H * C, K * C
-    rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    H, C = args.n_head, args.head_dim
 
     def gate_last(t: Tensor) -> Tensor:
-        heads = t[:q].unflatten(0, (H, 2, C))
-        queries, gates = (heads[:, n].flatten(0, 1) for n in (0, 1))
-        return torch.cat((queries, t[q:], gates))
+        heads, kv = t.split((2 * H * C, len(t) - 2 * H * C))
+        queries, gates = heads.unflatten(0, (H, 2, C)).unbind(1)
+        return torch.cat((queries.flatten(0, 1), kv, gates.flatten(0, 1)))
 
-    def joined(leaf: str, *width: int) -> Recipe:
-        sources: dict[str, tuple] = {
-            f"self_attn.{name}_proj.{leaf}": (place,) for name, place in rows.items()
-        }
-        return Recipe((q + 2 * kv, *width), sources, gate_last)
-
-    table = {
-        "attention.wqkv.weight": joined("weight", D),
-        "attention.wo.weight": copy_of("self_attn.o_proj.weight", D, H * C),
-        "attention.q_norm.weight": zero_centered("self_attn.q_norm.weight", C),
-        "attention.k_norm.weight": zero_centered("self_attn.k_norm.weight", C),
+    twice = attention_recipes(replace(args, n_head=2 * H))
+    wqkv = {n: r._replace(transform=gate_last) for n, r in twice.items() if ".wqkv." in n}
+    norms = {
+        f"attention.{name}_norm.weight": zero_centered(f"self_attn.{name}_norm.weight", C)
+        for name in "qk"
     }
-    if args.attention_bias:
-        table["attention.wqkv.bias"] = joined("bias")
-        table["attention.wo.bias"] = copy_of("self_attn.o_proj.bias", D)
-    return table
+    return attention_recipes(args) | wqkv | norms

@@ -14,23 +14,16 @@ from torch import Tensor
 
 from model import Context, Linear, RMSNorm, new_parameter
 from models.layers.pending_state import (
-    MAX_TENTATIVE,
     Convolution,
     PendingState,
+    RecurrentInputs,
     RecurrentLayer,
-    call_place,
-    real_counts,
 )
-from models.tensors import Recipes, copy_of
-from ops.attention.delta import (
-    delta_tokens,
-    delta_tokens_supports,
-    kernels_support,
-    take_in_pending,
-)
+from models.tensors import Recipes, conv_recipe, copy_of
+from ops.attention.delta import delta_tokens, kernels_support, take_in_pending
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
-from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
+from ops.attention.recurrent_parts import gated_rms_norm
 from ops.plain.gated_delta import gated_delta_step
 
 
@@ -59,61 +52,54 @@ class DeltaSizes(NamedTuple):
         return q.unflatten(-1, (K, Ck)), k.unflatten(-1, (K, Ck)), v.unflatten(-1, (H, Cv))
 
 
-class DeltaInputs(NamedTuple):
-    """What a layer appends for a call's tokens."""
-
-    x: Tensor  # [B, Q, N], before the convolution
-    ba: Tensor  # [B, Q, `DeltaSizes.gates`], what gives the gates
-    weights: DeltaWeights
-
-
 class DeltaState(PendingState):
-    """Each sequence's state and the last W - 1 inputs of its convolution, updated in place."""
+    """What a layer remembers: S [Ck, Cv] of each value head."""
+
+    take_in = staticmethod(take_in_pending)
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
-        _, H, Ck, Cv, W = self.sizes = sizes
-        M, device = MAX_TENTATIVE, like.device
-        # `state`, then those of `Pending`.
-        buffers = {
-            "state": torch.zeros(batch, H, Ck, Cv, dtype=torch.float32, device=device),
-            "inputs": like.new_zeros(batch, W - 1 + M, sizes.channels),
-            "ba": like.new_zeros(batch, M, sizes.gates),
-            "first": torch.zeros(batch, H, dtype=torch.int64, device=device),
-        }
-        super().__init__(W, buffers)
-        # Scratch of `delta_tokens`: zeros between calls. No buffer, since it is no row's memory.
-        self.arrivals = torch.zeros(batch, sizes.key_heads, dtype=torch.int32, device=device)
+        K, H, Ck, Cv, _ = sizes
+        super().__init__(batch, sizes, like, (H, Ck, Cv), K)
 
-    def append(self, values: DeltaInputs, context: Context) -> Tensor:
-        """Take in the call's real tokens; return what they read from the state, [B, Q, H, Cv].
-
-        Fewer sequences than there are rows are the first ones.
-        """
-        (x, ba, weights), (B, Q, _) = values, values.x.shape
-        row, position = call_place(context, B, Q, x.device)
-        rows = torch.arange(B, device=x.device) if row is None else row
-        memory = self.state, self.pending(), [*weights]
-        take_in_pending(*memory, position, context.last, row, self.arrivals)
-        count, real = real_counts(context, B, Q, x.device)
-        g, beta = masked_gates(ba, weights.a_log, weights.dt_bias, real)
-        is_step = Q == 1 and row is None
-        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        y, inputs = causal_conv_silu(x, window, weights.conv), (window, x)
-        q, k, v = self.sizes.heads(y)
-        if Q == 1:
-            q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))
-            out, after = gated_delta_step(q, k, v, g, beta, state)
-            out = out.unsqueeze(1)
-        else:
-            out, after = gated_delta_chunk(q, k, v, g, beta, state)
-        if 1 < Q <= MAX_TENTATIVE:
-            self.keep_pending(rows, count, position, inputs, ba=ba)
-        else:
-            self.keep_state(rows, count, inputs, after, is_step)
-        return out
+    def advance(
+        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: DeltaWeights, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        tokens = *self.sizes.heads(x), *gates
+        if x.shape[1] > 1:
+            return gated_delta_chunk(*tokens, state)
+        q, k, v, g, beta = (t.squeeze(1) for t in tokens)
+        out, after = gated_delta_step(q, k, v, g, beta, state)
+        return out.unsqueeze(1), after
 
 
-class DeltaNet(RecurrentLayer):
+class DeltaRuleLayer(RecurrentLayer):
+    """Gated DeltaNet or Kimi Delta Attention, between their projections."""
+
+    state_class = DeltaState
+    gate: str  # activation of the output's gate
+
+    def has_kernels(self) -> bool:
+        return kernels_support(self.state.state)
+
+    def run_kernels(self, qkv: Tensor, gates: list[Tensor], context: Context) -> Tensor:
+        """qkv [B, Q, N], gates as of `delta_tokens` -> [B, Q, H Cv]."""
+        memory = self.state
+        tokens = qkv, gates, memory.state, memory.pending(), [*self.weights()]
+        place = context.positions, context.last, memory.arrivals
+        return delta_tokens(*tokens, *place, self.norm.eps, self.gate == "sigmoid")
+
+    def run_plainly(self, qkv: Tensor, ba: Tensor, gate: Tensor, context: Context) -> Tensor:
+        """The same, with b and a as one tensor [B, Q, `sizes.gates`]. gate: the output's."""
+        y, norm = self.state.append(RecurrentInputs(qkv, ba, self.weights()), context), self.norm
+        gate = gate.unflatten(-1, (-1, self.sizes.value_dim))
+        return gated_rms_norm(y, gate, norm.weight, norm.eps, self.gate).to(qkv.dtype).flatten(2)
+
+    def weights(self) -> DeltaWeights:
+        """Return the weights that the kernels take."""
+        return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
+
+
+class DeltaNet(DeltaRuleLayer):
     """[B, Q, D] -> same, in place of an attention layer. args: models.layers.gated_hybrid."""
 
     fp32 = ("a_log",)  # parameters that a change of dtype leaves alone
@@ -133,26 +119,16 @@ class DeltaNet(RecurrentLayer):
         self.norm = RMSNorm(sizes.value_dim, args.norm_eps)
         self.wout = Linear(values, args.dim)
 
-    def make_state(self, batch: int, like: Tensor) -> DeltaState:
-        return DeltaState(batch, self.sizes, like)
-
-    def has_kernels(self) -> bool:
-        return kernels_support(self.state.state)
-
     def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
-        """`mix` of a few tokens, by kernels."""
         qkv, gate = self.split_gate(qkvz)
-        return self.in_order(run_kernels(self, qkv, [*ba.chunk(2, -1), gate], context, self.gate))
+        return self.in_order(self.run_kernels(qkv, [*ba.chunk(2, -1), gate], context))
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""
-        if self.is_few(qkvz, context) and delta_tokens_supports(self.state.state):
+        if self.mixes_by_kernels(qkvz, context):
             return self.mix_few(qkvz, ba, context)
-        x, gate = self.split_gate(qkvz)
-        y = self.state.append(DeltaInputs(x, ba, self.weights()), context)
-        gate = gate.unflatten(-1, (-1, self.sizes.value_dim))
-        y = gated_rms_norm(y, gate, self.norm.weight, self.norm.eps, self.gate)
-        return self.in_order(y.to(qkvz.dtype).flatten(2))
+        qkv, gate = self.split_gate(qkvz)
+        return self.in_order(self.run_plainly(qkv, ba, gate, context))
 
     def split_gate(self, qkvz: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the convolution [B, Q, N], and the output's gate [B, Q, H Cv]."""
@@ -166,29 +142,13 @@ class DeltaNet(RecurrentLayer):
         heads = y.unflatten(-1, (self.sizes.key_heads, -1, self.sizes.value_dim))
         return heads.transpose(-3, -2).flatten(-3)
 
-    def weights(self) -> DeltaWeights:
-        """Return the weights that the kernels take."""
-        return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
-
-
-def run_kernels(
-    layer: RecurrentLayer, qkv: Tensor, gates: list[Tensor], context: Context, activation: str
-) -> Tensor:
-    """qkv [B, Q, N], gates as of `delta_tokens` -> [B, Q, H Cv]. activation: of the output's."""
-    memory, eps = layer.state, layer.norm.eps
-    tokens = qkv, gates, memory.state, memory.pending(), [*layer.weights()]
-    place = context.positions, context.last, memory.arrivals
-    return delta_tokens(*tokens, *place, eps, activation == "sigmoid")
-
 
 def delta_net_recipes(sizes: DeltaSizes, dim: int) -> Recipes:
     """A layer's Gated DeltaNet, but for the projections of its input."""
     H, Cv, N = sizes.value_heads, sizes.value_dim, sizes.channels
     theirs = "linear_attn."
     return {
-        "attention.conv.weight": copy_of(
-            theirs + "conv1d.weight", N, 1, sizes.width, transform=lambda t: t.squeeze(1)
-        ),
+        "attention.conv.weight": conv_recipe(theirs + "conv1d.weight", N, sizes.width),
         "attention.a_log": copy_of(theirs + "A_log", H, dtype=torch.float32),
         "attention.dt_bias": copy_of(theirs + "dt_bias", H),
         "attention.norm.weight": copy_of(theirs + "norm.weight", Cv),

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import Block, is_layer
+from model import Block
 from models.config import HFConfig, listed_kinds, rotary_dim
-from models.family import APART, PublishedLayout, Shard
+from models.family import APART, Shard
 from models.gguf import (
     Values,
     dense_config,
@@ -18,12 +18,7 @@ from models.gguf import (
 )
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.gated_delta_net import DeltaNet, DeltaSizes, delta_net_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
 from models.layers.scaled_rope import (
     ScaledRopeArgs,
     ScaledRopeFamily,
@@ -32,7 +27,7 @@ from models.layers.scaled_rope import (
 )
 from models.layers.shared_expert import GatedSharedExpertMoE
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
-from models.tensors import Recipe, Recipes, copy_of, with_mixer
+from models.tensors import Recipe, Recipes
 
 KINDS = "linear_attention", "full_attention"
 
@@ -54,7 +49,6 @@ class HybridArgs(ScaledRopeArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "rotary_dim": self.rotary_dim % 2 == 0 and self.head_dim % self.rotary_dim == 0,
             "delta_key_heads": self.delta_value_heads % self.delta_key_heads == 0,
             "conv_width": self.conv_width > 1,
@@ -73,7 +67,7 @@ class HybridArgs(ScaledRopeArgs):
         )
 
 
-class HybridTransformer(ScaledRopeTransformer):
+class HybridTransformer(RecurrentTransformer, ScaledRopeTransformer):
     args: HybridArgs
 
     def __init__(self, args: HybridArgs):
@@ -88,10 +82,6 @@ class HybridTransformer(ScaledRopeTransformer):
         if layer not in args.dense_layers:
             block.ffn = GatedSharedExpertMoE(args)
         return block
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         rotated = self.args.rotary_dim
@@ -132,6 +122,7 @@ class HybridFamily(ScaledRopeFamily):
     fixed = {"qk_norm": "head"}
     nullable = ("partial_rotary_factor",)
     published_head = APART
+    has_shared_gate = True
 
     def arg_fields(self, c: HFConfig) -> dict:
         fields = super().arg_fields(c)
@@ -159,10 +150,9 @@ class HybridFamily(ScaledRopeFamily):
     def attention_memory(self, args: HybridArgs, length: int) -> tuple[int, int]:
         """The delta rule of a prompt's chunk takes most, then a sequence's snapshots; both fp32."""
         sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)
-        _, H, Ck, Cv, W = sizes
+        _, H, Ck, Cv, _ = sizes
         rule = tokens * H * (6 * Ck + 4 * Cv + 4 * 64)  # keys, values, scores of 64 tokens
-        state = H * Ck * Cv + (W - 1 + MAX_TENTATIVE) * sizes.channels  # pending tokens, too
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * Ck * Cv)
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
 
@@ -196,18 +186,15 @@ class HybridFamily(ScaledRopeFamily):
         heads, inner = config.get("linear_num_value_heads"), values.get("ssm.inner_size")
         if type(heads) is int and type(inner) is int and heads > 0:
             config["linear_value_head_dim"] = inner // heads
-        layers = range(min(values.layers, len(values.shapes)))
-        kinds = [KINDS[not values.has("ssm_a", layer)] for layer in layers]
+        kinds = [KINDS[not values.has("ssm_a", n)] for n in values.layer_numbers]
         return config | {"layer_types": kinds}
 
     # Conversion ---------------------------------------------------------------------------------
 
-    def layer_recipes(self, args: HybridArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: HybridArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        delta = self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
-        return with_mixer(table, layer, delta)
+            return self.attention_recipes(args)
+        return self.projection_recipes(args) | delta_net_recipes(args.delta_sizes, args.dim)
 
     def projection_recipes(self, args: HybridArgs) -> Recipes:
         """Return the recipes of a Gated DeltaNet layer's wqkvz and wba: of four projections."""
@@ -232,22 +219,13 @@ class HybridFamily(ScaledRopeFamily):
     def attention_recipes(self, args: HybridArgs) -> Recipes:
         return gated_attention_recipes(args)
 
-    def expert_recipes(self, args: HybridArgs, layout: PublishedLayout) -> Recipes:
-        table = super().expert_recipes(args, layout)
-        if args.shared_intermediate:
-            gate = copy_of("mlp.shared_expert_gate.weight", 1, args.dim)
-            table["ffn.shared_gate.weight"] = gate
-        return table
-
     def rest_recipes(self, args: HybridArgs) -> Recipes:
         norm = zero_centered("model.norm.weight", args.dim)
         return super().rest_recipes(args) | {"norm.weight": norm}
 
     # Tensor parallelism ---------------------------------------------------------------------------
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "delta_key_heads", "delta_value_heads"
+    sharded = "delta_key_heads", "delta_value_heads"
 
     def sharded_heads(self, args: HybridArgs) -> dict[str, int]:
         return {"key heads of Gated DeltaNet": args.delta_key_heads}

@@ -14,15 +14,16 @@ class GroupRoutedMoE(SharedExpertMoE):
     """Softmax routing within the best groups of experts (DeepSeek-V2 2024, section 2.2.2).
 
     args.n_group groups, a token's experts are in the best args.n_active_group; args.routed_scale
-    multiplies the routing weights.
+    multiplies the routing weights. Without these fields there is one group, and no scale.
     """
 
     group_experts = 1  # a group's score is the sum of its best scores
 
     def __init__(self, args):
         super().__init__(args)
-        self.n_group, self.n_active_group = args.n_group, args.n_active_group
-        self.routed_scale = args.routed_scale
+        self.n_group = getattr(args, "n_group", 1)
+        self.n_active_group = getattr(args, "n_active_group", 1)
+        self.routed_scale = getattr(args, "routed_scale", 1.0)
 
     def selection_scores(self, scores: Tensor) -> Tensor:
         """fp32 [T, E] -> same, with -inf outside of the best groups."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from model import Context, KVCache, Linear
 from models.layers.gated_attention import GatedAttention, gated_attention_recipes
 from models.layers.joined_state import JoinedState
-from models.layers.pending_state import call_place, real_counts
+from models.layers.pending_state import call_place, count_real
 from models.layers.scaled_rope import scaled_frequencies
 from models.layers.short_conv import allocate_inputs, write_rows
 from models.layers.zero_centered_norm import ZeroCenteredRMSNorm, zero_centered
@@ -118,9 +118,8 @@ class IndexedAttention(GatedAttention):
         None: a chunk that ends within `reach` attends to all.
         """
         (B, Q, _), (N, J, _, R) = projected.shape, self.sizes
-        row, first = call_place(context, B, Q, projected.device)
+        rows, first = call_place(context, B, Q, projected.device)
         queries, keys = projected.split((N * J, J), dim=-1)
-        rows = torch.arange(B, device=keys.device) if row is None else row
         self.append_keys(keys, rows, first, context)
         if context.chunk and context.chunk.end <= self.sizes.reach:
             return None
@@ -130,7 +129,7 @@ class IndexedAttention(GatedAttention):
         queries = materialize(self.rotate(queries, positions.unsqueeze(-1)))
         if context.chunk:
             known = self.block_keys.kv[0, :, 0, : context.chunk.end // R]
-            known = known if len(known) == 1 else known.index_select(0, row)
+            known = known if len(known) == 1 else known.index_select(0, rows)
             chosen = choose_of_chunk(queries[0], known[0], context.chunk.end, R, self.sizes.chosen)
             return Choice(None, chosen.unsqueeze(0))
         known = self.block_keys.kv[0, :B, 0]
@@ -162,7 +161,7 @@ class IndexedAttention(GatedAttention):
         """
         (B, Q, _), R, device = keys.shape, self.sizes.ratio, keys.device
         inputs = self.raw_keys.append(keys, context)  # R - 1 before the call, then its own
-        count, _ = real_counts(context, B, Q, device)
+        count = count_real(context, B, Q, device)
         # The blocks whose last tokens may be in the call: tokens `ends`, of all that are real.
         blocks = first // R + torch.arange(-(-Q // R), device=device)
         ends = blocks * R + R - 1 - first

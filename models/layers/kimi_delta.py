@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from model import Context, Linear, RMSNorm, new_parameter
-from models.layers.gated_delta_net import DeltaInputs, DeltaSizes, DeltaState, run_kernels
-from models.layers.pending_state import Convolution, RecurrentLayer
+from models.layers.gated_delta_net import DeltaRuleLayer, DeltaSizes
+from models.layers.pending_state import Convolution
 from models.tensors import Recipe, Recipes, copy_of
-from ops.attention.delta import delta_tokens_supports, kernels_support
-from ops.attention.delta_state import DeltaWeights
-from ops.attention.recurrent_parts import gated_rms_norm
 from ops.products.dense import dense_product
 from ops.products.weights import plain_weight
 
@@ -31,11 +28,12 @@ class KimiDeltaSizes(DeltaSizes):
         return self.value_heads * (1 + self.key_dim)
 
 
-class KimiDelta(RecurrentLayer):
+class KimiDelta(DeltaRuleLayer):
     """[B, Q, D] -> same, in place of an attention layer. args have `delta_sizes`."""
 
     fp32 = "a_log", "dt_bias"  # parameters that a change of dtype leaves alone
     projections = ("wqkv", "wfgb"), "wout"  # inputs and output; `core` is between them
+    gate = "sigmoid"
 
     def __init__(self, args):
         super().__init__()
@@ -51,33 +49,19 @@ class KimiDelta(RecurrentLayer):
         self.norm = RMSNorm(C, args.norm_eps)
         self.wout = Linear(H * C, args.dim)
 
-    def make_state(self, batch: int, like: Tensor) -> DeltaState:
-        return DeltaState(batch, self.sizes, like)
-
-    def has_kernels(self) -> bool:
-        return kernels_support(self.state.state)
-
     def mix(self, qkv: Tensor, fgb: Tensor, context: Context) -> Tensor:
         """qkv [B, Q, N], fgb [B, Q, 2 r + H] -> [B, Q, H C]: all between the projections."""
         f, g, b = fgb.split(self.parts, dim=-1)
         a, gate = self.wdecay(f), self.wgate(g)
-        if self.is_few(qkv, context) and delta_tokens_supports(self.state.state):
-            return run_kernels(self, qkv, [b, a, gate], context, "sigmoid")
-        inputs = DeltaInputs(qkv, torch.cat((b, a), dim=-1), self.weights())
-        y = self.state.append(inputs, context)
-        norm, gate = self.norm, gate.unflatten(-1, (-1, self.sizes.value_dim))
-        return gated_rms_norm(y, gate, norm.weight, norm.eps, "sigmoid").to(qkv.dtype).flatten(2)
+        if self.mixes_by_kernels(qkv, context):
+            return self.run_kernels(qkv, [b, a, gate], context)
+        return self.run_plainly(qkv, torch.cat((b, a), dim=-1), gate, context)
 
     def mix_few(self, qkv: Tensor, fgb: Tensor, context: Context) -> Tensor:
         f, g, b = fgb.split(self.parts, dim=-1)
         # The gate's product runs beside that of the decays: its x was made by the kernel before.
         a = expand(f, self.wdecay)
-        gates = [b, a, expand(g, self.wgate, early=True)]
-        return run_kernels(self, qkv, gates, context, "sigmoid")
-
-    def weights(self) -> DeltaWeights:
-        """Return the weights that the kernels take."""
-        return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
+        return self.run_kernels(qkv, [b, a, expand(g, self.wgate, early=True)], context)
 
 
 def expand(x: Tensor, layer: Linear, early: bool = False) -> Tensor:

@@ -31,22 +31,11 @@ class LayerRope(RopeScaling):
     llama3: Llama3 | None = None
     yarn: Yarn | None = None
 
-    def __post_init__(self):
-        for name, kind in (("llama3", Llama3), ("yarn", Yarn)):
-            if isinstance(value := getattr(self, name), dict):  # from JSON
-                object.__setattr__(self, name, kind(**value))
-        super().__post_init__()
-
 
 @dataclass(frozen=True)
 class LayerRopeArgs(WindowedArgs):
     rotary_dim: int | None = None  # numbers of a windowed layer's head that are rotated; None: all
     full_rope: LayerRope | None = None  # None: full layers have the RoPE of windowed ones
-
-    def __post_init__(self):
-        if isinstance(self.full_rope, dict):
-            object.__setattr__(self, "full_rope", LayerRope(**self.full_rope))
-        super().__post_init__()
 
     def constraints(self) -> dict[str, bool]:
         fits = {

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from model import Context, Linear, new_parameter
 from models.layers.pending_state import (
-    MAX_TENTATIVE,
     Convolution,
     PendingState,
+    RecurrentInputs,
     RecurrentLayer,
-    call_place,
-    real_counts,
 )
-from models.tensors import Recipe, Recipes, copy_of
+from models.tensors import Recipe, Recipes, conv_recipe, copy_of
 from ops.attention.delta_prompt import state_space_chunk
 from ops.attention.mamba import (
     MambaWeights,
@@ -27,7 +25,7 @@ from ops.attention.mamba import (
     mamba_tokens,
     take_in_pending,
 )
-from ops.attention.recurrent_parts import causal_conv_silu, gated_group_norm, masked_gates
+from ops.attention.recurrent_parts import gated_group_norm
 from ops.plain.mamba2 import group_norm, ssm_step
 
 
@@ -39,6 +37,10 @@ class MambaSizes(NamedTuple):
     groups: int  # G
     state: int  # N
     width: int  # W
+
+    @property
+    def gates(self) -> int:
+        return self.heads
 
     @property
     def inner(self) -> int:
@@ -55,59 +57,26 @@ class MambaSizes(NamedTuple):
         return x.unflatten(-1, (H, P)), b.unflatten(-1, (G, N)), c.unflatten(-1, (G, N))
 
 
-class MambaInputs(NamedTuple):
-    """What a layer appends for a call's tokens."""
-
-    x: Tensor  # [B, Q, C], before the convolution
-    dt: Tensor  # [B, Q, H], what gives the step sizes
-    weights: MambaWeights
-
-
 class MambaState(PendingState):
-    """Each sequence's state and the last W - 1 inputs of its convolution, updated in place."""
+    """What a layer remembers: a matrix [P, N] of each head. Its gates are dt."""
+
+    take_in = staticmethod(take_in_pending)
 
     def __init__(self, batch: int, sizes: MambaSizes, like: Tensor):
-        H, P, G, N, W = sizes
-        M, device = MAX_TENTATIVE, like.device
-        # `state`, then those of ops.attention.mamba.Pending.
-        buffers = {
-            "state": torch.zeros(batch, H, P, N, dtype=torch.float32, device=device),
-            "inputs": like.new_zeros(batch, W - 1 + M, sizes.channels),
-            "dt": like.new_zeros(batch, M, H),
-            "first": torch.zeros(batch, H, dtype=torch.int64, device=device),
-        }
-        super().__init__(W, buffers)
-        self.sizes = sizes
-        # Scratch of `mamba_tokens`: zeros between calls. No buffer, since it is no row's memory.
-        self.arrivals = torch.zeros(batch, G, dtype=torch.int32, device=device)
+        H, P, G, N, _ = sizes
+        super().__init__(batch, sizes, like, (H, P, N), G)
 
-    def append(self, values: MambaInputs, context: Context) -> Tensor:
-        """Take in the call's real tokens; return what they read from the state, [B, Q, H P].
-
-        Fewer sequences than there are rows are the first ones.
-        """
-        (x, dt, weights), (B, Q, _) = values, values.x.shape
-        row, position = call_place(context, B, Q, x.device)
-        rows = torch.arange(B, device=x.device) if row is None else row
-        memory = self.state, self.pending(), [*weights]
-        take_in_pending(*memory, position, context.last, row, self.arrivals)
-        count, real = real_counts(context, B, Q, x.device)
-        g, steps = masked_gates(dt, weights.a_log, weights.dt_bias, real)
-        is_step = Q == 1 and row is None
-        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        y = causal_conv_silu(x, window, weights.conv, weights.conv_bias)
-        (x, b, c), inputs = self.sizes.parts(y), (window, x)
-        if Q == 1:
+    def advance(
+        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: MambaWeights, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (x, b, c), (g, steps) = self.sizes.parts(x), gates
+        if x.shape[1] > 1:
+            y, after = state_space_chunk(x, b, c, steps, g, weights.skip, state)
+        else:
             x, b, c, steps, g = (t.squeeze(1) for t in (x, b, c, steps, g))
             y, after = ssm_step(x, b, c, steps, g, weights.skip, state)
             y = y.unsqueeze(1)
-        else:
-            y, after = state_space_chunk(x, b, c, steps, g, weights.skip, state)
-        if 1 < Q <= MAX_TENTATIVE:
-            self.keep_pending(rows, count, position, inputs, dt=dt)
-        else:
-            self.keep_state(rows, count, inputs, after, is_step)
-        return y.flatten(2)
+        return y.flatten(2), after
 
 
 class GatedGroupNorm(nn.Module):
@@ -130,6 +99,7 @@ class Mamba2(RecurrentLayer):
 
     fp32 = "a_log", "dt_bias", "skip"  # parameters that a change of dtype leaves alone
     projections = ("wzx", "wdt"), "wout"  # inputs and output; `core` is between them
+    state_class = MambaState
 
     def __init__(self, args):
         super().__init__()
@@ -141,9 +111,6 @@ class Mamba2(RecurrentLayer):
         self.a_log, self.dt_bias, self.skip = (new_parameter(H) for _ in range(3))
         self.norm = GatedGroupNorm(sizes.inner, sizes.groups, args.norm_eps)
         self.wout = Linear(sizes.inner, args.dim)
-
-    def make_state(self, batch: int, like: Tensor) -> MambaState:
-        return MambaState(batch, self.sizes, like)
 
     def has_kernels(self) -> bool:
         """A norm over several ranks has no kernel."""
@@ -163,10 +130,10 @@ class Mamba2(RecurrentLayer):
 
     def mix(self, zx: Tensor, dt: Tensor, context: Context) -> Tensor:
         """zx [B, Q, H P + C], dt [B, Q, H] -> [B, Q, H P]: all between the projections."""
-        if self.is_few(zx, context) and torch.compiler.is_compiling() and self.has_kernels():
+        if self.mixes_by_kernels(zx, context):
             return self.norm(self.mix_few(zx, dt, context), None)
         gate, x = zx.split((self.sizes.inner, self.sizes.channels), dim=-1)
-        y = self.state.append(MambaInputs(x, dt, self.weights()), context)
+        y = self.state.append(RecurrentInputs(x, dt, self.weights()), context)
         return self.norm(y, gate)
 
     def weights(self) -> MambaWeights:
@@ -192,9 +159,7 @@ def mamba_recipes(sizes: MambaSizes, dim: int, theirs: str) -> Recipes:
     return {
         "attention.wzx.weight": rows(slice(0, wide)),
         "attention.wdt.weight": rows(slice(wide, None)),
-        "attention.conv.weight": numbers(
-            "conv1d.weight", C, 1, sizes.width, transform=lambda t: t.squeeze(1)
-        ),
+        "attention.conv.weight": conv_recipe(theirs + "conv1d.weight", C, sizes.width),
         "attention.conv.bias": numbers("conv1d.bias", C),
         "attention.a_log": numbers("A_log", H, dtype=torch.float32),
         "attention.dt_bias": numbers("dt_bias", H, dtype=torch.float32),

@@ -5,18 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model import ModelArgs, Transformer, is_layer
+from model import ModelArgs
 from models.config import HFConfig
-from models.family import Family, PublishedLayout, Shard
+from models.family import Family, Shard
 from models.gguf import MadeTable, Values, log_of_negative, made_of
 from models.layers.mamba2 import MambaSizes, mamba_recipes
-from models.layers.pending_state import (
-    MAX_SNAPSHOTS,
-    MAX_TENTATIVE,
-    PROMPT_CHUNK,
-    join_projections,
-)
-from models.tensors import Recipes, with_mixer
+from models.layers.pending_state import PROMPT_CHUNK, RecurrentTransformer, snapshot_numbers
+from models.tensors import Recipes
 from ops.plain.rope import rope_table
 
 # Names of a layer's kind, those of older files too.
@@ -36,7 +31,6 @@ class MambaArgs(ModelArgs):
 
     def constraints(self) -> dict[str, bool]:
         return super().constraints() | {
-            "full_layers": all(is_layer(layer, self.n_layer) for layer in self.full_layers),
             "mamba_groups": self.mamba_heads % self.mamba_groups == 0,
             "conv_width": self.conv_width > 1,
             "sliding_window": self.sliding_window is None,
@@ -53,14 +47,10 @@ class MambaArgs(ModelArgs):
         )
 
 
-class MambaTransformer(Transformer):
+class MambaTransformer(RecurrentTransformer):
     """A model whose attention has no RoPE."""
 
     args: MambaArgs
-
-    def tie_weights(self) -> None:
-        super().tie_weights()
-        join_projections(self)
 
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:
         """Return cosines of 1 and sines of 0: the kernels of attention rotate by nothing."""
@@ -85,18 +75,16 @@ class MambaFamily(Family):
     def attention_memory(self, args: MambaArgs, length: int) -> tuple[int, int]:
         """A prompt's chunk takes most, in fp32, then a sequence's snapshots."""
         sizes, tokens = args.mamba_sizes, min(length, PROMPT_CHUNK)
-        H, P, _, N, W = sizes
+        H, P, _, N, _ = sizes
         rule = tokens * H * (4 * P + 3 * N + 4 * 64)  # x, B, C and scores of 64 tokens
-        state = H * P * N + (W - 1 + MAX_TENTATIVE) * sizes.channels  # pending tokens, too
-        taken = MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * state
+        taken = snapshot_numbers(args, sizes, H * P * N)
         extra = 4 * tokens * sizes.channels + 2 * (rule + taken)
         return 2 * args.n_kv_head * args.head_dim, extra
 
-    def layer_recipes(self, args: MambaArgs, layer: int, layout: PublishedLayout) -> Recipes:
-        table = super().layer_recipes(args, layer, layout)
+    def mixer_recipes(self, args: MambaArgs, layer: int) -> Recipes:
         if layer in args.full_layers:
-            return table
-        return with_mixer(table, layer, mamba_recipes(args.mamba_sizes, args.dim, self.mamba))
+            return self.attention_recipes(args)
+        return mamba_recipes(args.mamba_sizes, args.dim, self.mamba)
 
     # GGUF files ---------------------------------------------------------------------------------
 
@@ -127,9 +115,7 @@ class MambaFamily(Family):
     # A group's B and C are replicated if there are fewer groups than ranks.
     kv_head_fields = "n_kv_head", "mamba_groups"
 
-    @property
-    def sharded_fields(self) -> tuple[str, ...]:
-        return *super().sharded_fields, "mamba_heads"
+    sharded = ("mamba_heads",)
 
     def sharded_heads(self, args: MambaArgs) -> dict[str, int]:
         found = {"heads of Mamba-2": args.mamba_heads}

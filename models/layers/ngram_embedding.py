@@ -35,7 +35,7 @@ from models.layers.joined_state import JoinedState
 from models.layers.ngram_hash import hash_multipliers, head_primes, ngram_rows, within_segment
 from models.layers.pending_state import Convolution, call_place
 from models.layers.short_conv import allocate_inputs
-from models.tensors import WHOLE, Recipe, Recipes, copy_of
+from models.tensors import WHOLE, Recipe, Recipes, conv_recipe, copy_of
 from ops.declared import BlockAdditions
 from ops.inductor import materialize
 from ops.plain.short_conv import causal_conv
@@ -117,8 +117,7 @@ class NgramEmbedding(nn.Module):
         """x [B, Q, S, D] -> the same shape."""
         S, D = self.shape
         B, Q = x.shape[:2]
-        row, first = call_place(context, B, Q, x.device)
-        rows = torch.arange(B, device=x.device) if row is None else row
+        rows, first = call_place(context, B, Q, x.device)
         e = self.look_up(rows, first + torch.arange(Q, device=x.device), x.dtype)
         k, v = self.wkv(materialize(e)).split((S * D, D), dim=-1)
         k, q = self.k_norm(k.unflatten(-1, (S, D))), self.q_norm(x)
@@ -201,7 +200,5 @@ def ngram_recipes(args, number: int, parts: int) -> Recipes:
         "ngrams.k_norm.weight": norm("norm_key"),
         "ngrams.q_norm.weight": norm("norm_query"),
         "ngrams.conv_norm.weight": norm("norm_conv"),
-        "ngrams.conv.weight": copy_of(
-            "ple.conv1d.weight", N, 1, sizes.conv_width, transform=lambda t: t.squeeze(1)
-        ),
+        "ngrams.conv.weight": conv_recipe("ple.conv1d.weight", N, sizes.conv_width),
     }

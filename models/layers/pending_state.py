@@ -7,78 +7,113 @@ position, from their inputs. A state after each of them would be more memory.
 Letters: B sequences, Q tokens, N channels of the convolution, W its width, M = MAX_TENTATIVE.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, Transformer, new_parameter
+from ops.attention.recurrent_parts import causal_conv_silu, masked_gates
 from ops.inductor import materialize
-from ops.plain.pending import last_inputs
+from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE, last_inputs
 
-MAX_TENTATIVE = 16  # tokens of one call that can still be refused
-MAX_SNAPSHOTS = 8  # runtime/snapshots.py keeps no more of a sequence
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
 
 
-class PendingState(nn.Module):
-    """Each sequence's state and pending tokens, updated in place.
+class RecurrentInputs(NamedTuple):
+    """What a layer appends for a call's tokens."""
 
-    It implements the protocol of runtime/sequence_state.py. A subclass gives the buffers, each of
-    [batch, ...], with `state` first, then `inputs` [batch, W - 1 + M, N], what gives the pending
-    tokens' gates [batch, M, ...], and `first` [batch, H]: 1 + the first pending token's position.
+    x: Tensor  # [B, Q, N], before the convolution
+    gates: Tensor  # [B, Q, numbers that make a token's gates]
+    weights: Any  # a NamedTuple: those between the projections, as the kernels take them
+
+
+class PendingState(nn.Module):
+    """Each sequence's state, the last W - 1 inputs of its convolution, and its pending tokens.
+
+    All are updated in place. It implements the protocol of runtime/sequence_state.py.
     """
 
     state: Tensor
     inputs: Tensor
+    gates: Tensor
     first: Tensor
+    take_in: Callable  # the operator `take_in_pending` of the layer's kernels
 
-    def __init__(self, width: int, buffers: dict[str, Tensor]):
+    def __init__(self, batch: int, sizes: Any, like: Tensor, shape: tuple[int, ...], counters: int):
+        """sizes: have `width`, `channels` and `gates`. shape: of a sequence's state, heads first.
+
+        counters: of programs that share a sequence's inputs.
+        """
         super().__init__()
-        self.width = width
+        self.sizes, self.width = sizes, sizes.width
+        M, device = MAX_TENTATIVE, like.device
+        # `state`, then those of `ops.attention.delta_state.Pending`.
+        buffers = {
+            "state": torch.zeros(batch, *shape, dtype=torch.float32, device=device),
+            "inputs": like.new_zeros(batch, self.width - 1 + M, sizes.channels),
+            "gates": like.new_zeros(batch, M, sizes.gates),
+            "first": torch.zeros(batch, shape[0], dtype=torch.int64, device=device),
+        }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
+        # Scratch of the kernels: zeros between calls. No buffer, since it is no row's memory.
+        self.arrivals = torch.zeros(batch, counters, dtype=torch.int32, device=device)
+
+    def advance(
+        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: Any, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a call's tokens read from the state [B, Q, ...], and the state after them.
+
+        x [B, Q, N]: convolved. gates: as of `masked_gates`.
+        """
+        raise NotImplementedError
+
+    def append(self, values: RecurrentInputs, context: Context) -> Tensor:
+        """Take in the call's real tokens; return what they read from the state, [B, Q, ...].
+
+        Fewer sequences than there are rows are the first ones.
+        """
+        (x, gates, weights), (B, Q, _) = values, values.x.shape
+        rows, position = call_place(context, B, Q, x.device)
+        row = None if context.chunk is None else rows
+        memory = self.state, self.pending(), [*weights]
+        self.take_in(*memory, position, context.last, row, self.arrivals)
+        count = count_real(context, B, Q, x.device)
+        real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
+        is_step = Q == 1 and row is None
+        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
+        masked = masked_gates(gates, weights.a_log, weights.dt_bias, real)
+        convolved = causal_conv_silu(x, window, weights.conv, getattr(weights, "conv_bias", None))
+        y, after = self.advance(convolved, masked, weights, state)
+        if 1 < Q <= MAX_TENTATIVE:
+            self.keep_pending(rows, count, position, torch.cat((window, x), dim=1), gates)
+            return y
+        moved = last_inputs(window, x, count)
+        for buffer, value in ((self.state, after), (self.window, moved)):
+            if is_step:
+                buffer[:B].copy_(value)
+            else:
+                buffer.index_copy_(0, rows, value)
+        return y
 
     def keep_pending(
-        self,
-        rows: Tensor,
-        count: Tensor,
-        position: Tensor,
-        inputs: tuple[Tensor, Tensor],
-        **gates: Tensor,
+        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, gates: Tensor
     ) -> None:
         """Make a call's tokens the pending ones; an idle row's stay.
 
-        inputs: the window before the call [B, W - 1, N], and the call's own [B, Q, N].
+        inputs: those before the call [B, W - 1, N], then the call's own [B, Q, N].
         """
         first = (position + 1).expand(-1, self.first.shape[1])
-        values = {"inputs": torch.cat(inputs, dim=1), **gates, "first": first}
-        for name, value in values.items():
-            buffer = getattr(self, name)[:, : value.shape[1]]
+        for memory, value in zip(self.pending(), (inputs, gates, first), strict=True):
+            buffer = memory[:, : value.shape[1]]
             exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
             buffer.index_copy_(0, rows, torch.where(exists, value, buffer[rows]))
 
-    def keep_state(
-        self,
-        rows: Tensor,
-        count: Tensor,
-        inputs: tuple[Tensor, Tensor],
-        after: Tensor,
-        is_step: bool,
-    ) -> None:
-        """Store the state after a call's tokens. inputs: as of `keep_pending`.
-
-        is_step: rows = 0 ...
-        """
-        moved = last_inputs(*inputs, count)
-        if is_step:
-            self.state[: len(rows)].copy_(after)
-            self.window[: len(rows)].copy_(moved)
-        else:
-            self.state.index_copy_(0, rows, after)
-            self.window.index_copy_(0, rows, moved)
-
     def pending(self) -> list[Tensor]:
         """Return the pending tokens: inputs, what gives their gates, and `first`."""
-        return [buffer for name, buffer in self.named_buffers() if name != "state"]
+        return [self.inputs, self.gates, self.first]
 
     @property
     def window(self) -> Tensor:
@@ -103,19 +138,22 @@ class PendingState(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
 
-def call_place(
-    context: Context, B: int, Q: int, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    """Return the row of a chunk or None, and the positions where the sequences begin, [B, 1]."""
+def snapshot_numbers(args: Any, sizes: Any, state: int) -> int:
+    """Return the numbers of all copies that are kept of a sequence. state: numbers of a layer's."""
+    pending = (sizes.width - 1 + MAX_TENTATIVE) * sizes.channels
+    return MAX_SNAPSHOTS * (args.n_layer - len(args.full_layers)) * (state + pending)
+
+
+def call_place(context: Context, B: int, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the rows of a call's sequences [B], and the positions where they begin, [B, 1]."""
     if context.chunk is None:
-        return None, context.positions[:, :1]
+        return torch.arange(B, device=device), context.positions[:, :1]
     return context.chunk.row, torch.full((B, 1), context.chunk.end - Q, device=device)
 
 
-def real_counts(context: Context, B: int, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how many of each sequence's tokens are real, [B], and which, bool [B, Q, 1]."""
-    count = torch.full((B,), Q, device=device) if context.last is None else context.last + 1
-    return count, (torch.arange(Q, device=device) < count.unsqueeze(1)).unsqueeze(-1)
+def count_real(context: Context, B: int, Q: int, device: torch.device) -> Tensor:
+    """Return how many of each sequence's Q tokens are real, [B]."""
+    return torch.full((B,), Q, device=device) if context.last is None else context.last + 1
 
 
 class Convolution(nn.Module):
@@ -137,10 +175,12 @@ class RecurrentLayer(nn.Module):
     window = None
     reads_masks = False
     projections: tuple[tuple[str, str], str]  # names of both products, and of the last one
+    state_class: Callable[..., PendingState]
     narrow: int  # outputs of the narrow product
 
     def make_state(self, batch: int, like: Tensor) -> PendingState:
-        raise NotImplementedError
+        """Return the state of `batch` sequences, on the device of `like`."""
+        return self.state_class(batch, self.sizes, like)
 
     def has_kernels(self) -> bool:
         """Whether `mix_few` runs on the state's device."""
@@ -188,20 +228,26 @@ class RecurrentLayer(nn.Module):
     def split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         return projected.split((projected.shape[-1] - self.narrow, self.narrow), dim=-1)
 
-    def is_few(self, projected: Tensor, context: Context) -> bool:
-        return projected.shape[1] <= MAX_TENTATIVE and context.chunk is None
-
     def takes(self, projected: Tensor, context: Context) -> bool:
         """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
-        return self.is_few(projected, context) and self.has_kernels()
+        is_few = projected.shape[1] <= MAX_TENTATIVE and context.chunk is None
+        return is_few and self.has_kernels()
+
+    def mixes_by_kernels(self, projected: Tensor, context: Context) -> bool:
+        """Whether `mix` runs them: in compiled code. Eager code keeps the reference."""
+        return torch.compiler.is_compiling() and self.takes(projected, context)
 
     def fused_core(self, projected: Tensor, context: Context) -> Tensor:
         """`core` by kernels alone, without the compiler."""
         return self.mix_few(*self.split(projected), context)
 
 
-def join_projections(model: Transformer) -> None:
-    """Join the first products of all recurrent layers that are on a GPU."""
-    for block in model.layers:
-        if isinstance(block.attention, RecurrentLayer) and model.embedding.weight.is_cuda:
-            block.attention.join_projections()
+class RecurrentTransformer(Transformer):
+    """A model of which some layers are recurrent."""
+
+    def tie_weights(self) -> None:
+        """Join the first products of recurrent layers on a GPU, too."""
+        super().tie_weights()
+        for block in self.layers:
+            if isinstance(block.attention, RecurrentLayer) and self.embedding.weight.is_cuda:
+                block.attention.join_projections()

@@ -37,12 +37,6 @@ class ScaledRopeArgs(ModelArgs):
     llama3: Llama3 | None = None
     yarn: Yarn | None = None
 
-    def __post_init__(self):
-        for name, kind in (("llama3", Llama3), ("yarn", Yarn)):
-            if isinstance(value := getattr(self, name), dict):  # from JSON
-                object.__setattr__(self, name, kind(**value))
-        super().__post_init__()
-
 
 class ScaledRopeTransformer(Transformer):
     def make_rope_table(self, length: int, device: torch.device) -> Tensor:

@@ -7,11 +7,11 @@ from ops.declared import ExpertAdditions
 
 
 class SharedExpertMoE(MoE):
-    """Routed experts + a shared expert of args.shared_intermediate (0: none)."""
+    """Routed experts + a shared expert of args.shared_intermediate (0, or no such field: none)."""
 
     def __init__(self, args):
         super().__init__(args)
-        width = args.shared_intermediate
+        width = getattr(args, "shared_intermediate", 0)
         self.shared = FeedForward(args.dim, width) if width else None
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class GatedSharedExpertMoE(SharedExpertMoE):
 
     def __init__(self, args):
         super().__init__(args)
-        self.shared_gate = Linear(args.dim, 1) if args.shared_intermediate else None
+        self.shared_gate = Linear(args.dim, 1) if self.shared else None
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.shared is None:

@@ -10,8 +10,9 @@ Letters: N channels, W the convolution's width, R slots of the ring.
 import torch
 from torch import Tensor, nn
 
-from model import Context, KVCache, Linear, new_parameter
-from models.tensors import Recipes, copy_of
+from model import Context, KVCache, Linear
+from models.layers.pending_state import Convolution, call_place, count_real
+from models.tensors import Recipes, conv_recipe, copy_of
 from ops.attention.short_conv import NAME, short_conv
 from ops.inductor import materialize
 from ops.launch import can_launch
@@ -32,17 +33,14 @@ class ConvCache(KVCache):
         """Store the real tokens of x [B, Q, N]; return W - 1 inputs before them, then x."""
         (B, Q, _), ring, width = x.shape, self.kv[0, :, 0], self.width
         R, device = ring.shape[1], x.device
-        if context.chunk is None:
-            rows, first = torch.arange(B, device=device).unsqueeze(1), context.positions[:, :1]
-        else:
-            rows = context.chunk.row.unsqueeze(1)
-            first = torch.full_like(rows, context.chunk.end - Q)
+        rows, first = call_place(context, B, Q, device)
+        rows = rows.unsqueeze(1)
         places = first + torch.arange(1 - width, 0, device=device)
         past = torch.where((places >= 0).unsqueeze(-1), ring[rows, places % R], 0.0)
         # Materialized, so that the ring is read before it is written. Without a past x may be a
         # slice, of which that is wrong.
         inputs = materialize(torch.cat((past, x), dim=1)) if width > 1 else x
-        count = torch.full_like(first, Q) if context.last is None else context.last.unsqueeze(1) + 1
+        count = count_real(context, B, Q, device).unsqueeze(1)
         # The last R real tokens: earlier ones would share slots with them.
         index = torch.arange(min(Q, R), device=device) + (count - R).clamp(min=0)
         slots = (first + index) % R
@@ -76,15 +74,6 @@ def allocate_inputs(batch: int, length: int, width: int, channels: int, like: Te
     return cache
 
 
-class ConvTaps(nn.Module):
-    """Holds the weight [N, W] of the convolution, and its bias."""
-
-    def __init__(self, channels: int, width: int, bias: bool):
-        super().__init__()
-        self.weight = new_parameter(channels, width)
-        self.bias = new_parameter(channels) if bias else None
-
-
 class ShortConv(nn.Module):
     """[B, Q, D] -> same, in place of an attention layer.
 
@@ -99,7 +88,7 @@ class ShortConv(nn.Module):
         super().__init__()
         N, self.width = args.conv_channels, args.conv_width
         self.wbcx = Linear(args.dim, 3 * N, bias=args.conv_bias)
-        self.conv = ConvTaps(N, args.conv_width, args.conv_bias)
+        self.conv = Convolution(N, args.conv_width, args.conv_bias)
         self.wout = Linear(N, args.dim, bias=args.conv_bias)
 
     def allocate(
@@ -137,9 +126,7 @@ def short_conv_recipes(args) -> Recipes:
     N, D, W = args.conv_channels, args.dim, args.conv_width
     table = {
         "attention.wbcx.weight": copy_of("conv.in_proj.weight", 3 * N, D),
-        "attention.conv.weight": copy_of(
-            "conv.conv.weight", N, 1, W, transform=lambda t: t.squeeze(1)
-        ),
+        "attention.conv.weight": conv_recipe("conv.conv.weight", N, W),
         "attention.wout.weight": copy_of("conv.out_proj.weight", D, N),
     }
     if args.conv_bias:

@@ -6,7 +6,7 @@ or one of their own (layer_rope.py).
 
 from dataclasses import dataclass
 
-from model import Block, is_layer
+from model import Block
 from models.config import HFConfig, listed_kinds
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily
 
@@ -16,10 +16,6 @@ KINDS = "sliding_attention", "full_attention"
 @dataclass(frozen=True)
 class WindowedArgs(ScaledRopeArgs):
     full_layers: tuple[int, ...] = ()  # layers without the sliding window
-
-    def constraints(self) -> dict[str, bool]:
-        known = all(is_layer(layer, self.n_layer) for layer in self.full_layers)
-        return super().constraints() | {"full_layers": known}
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
-from model import is_valid
+from model import is_valid, set_from_json
 from models.config import HFConfig
 from ops.plain.rope import rope_frequencies
 
@@ -17,7 +17,7 @@ class RopeScaling:
 
     def __post_init__(self):
         for field in fields(self):
-            if not is_valid(value := getattr(self, field.name), field.type):
+            if not is_valid(value := set_from_json(self, field), field.type):
                 raise ValueError(f"{type(self).__name__.lower()}.{field.name} cannot be {value!r}")
 
 

@@ -48,7 +48,6 @@ from ops.attention.delta_state import (
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
-from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates
 from ops.plain.pending import take_in_plain
 
 # Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
@@ -288,7 +287,7 @@ def delta_tokens(
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
     one token, too. Several tokens become the pending ones, T <= M. pending: a `Pending`. Ck and Cv
-    are powers of two (`delta_tokens_supports`).
+    are powers of two (`kernels_support`).
 
     arrivals int32 [B, K]: zeros, a scratch of this layer's alone, and zeros again afterwards. All
     that is updated may have more than B rows. Raises ValueError for a wrong shape.
@@ -330,14 +329,6 @@ def _(qkv: Tensor, gates: list[Tensor], state: Tensor, *rest) -> Tensor:
     return qkv.new_empty(B, T, state.shape[1] * state.shape[3])
 
 
-def delta_tokens_supports(state: Tensor) -> bool:
-    """Whether to call `delta_tokens`: in compiled code on a GPU, with heads that fit its tiles.
-
-    state: [B, H, Ck, Cv]. Eager code keeps the plain form, which is the reference.
-    """
-    return torch.compiler.is_compiling() and kernels_support(state)
-
-
 def kernels_support(state: Tensor) -> bool:
     """Whether the kernel runs on the GPU of state [B, H, Ck, Cv], with heads that fit."""
     return fit_tiles(*state.shape[-2:]) and can_launch(state, "_update_heads")
@@ -367,11 +358,9 @@ def take_in_pending(
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)
         return
 
-    def advance(x: Tensor, ba: Tensor, kept: Tensor, old: Tensor) -> Tensor:
-        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], w.conv)
+    def advance(y: Tensor, g: Tensor, beta: Tensor, old: Tensor) -> Tensor:
         q, k, v = y.split((K * CK, K * CK, H * CV), dim=-1)
         q, k = (part.unflatten(-1, (K, CK)) for part in (q, k))
-        g, beta = mask_gates(*gates_in_torch(ba, w.a_log, w.dt_bias), kept)
         return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
 
-    take_in_plain(state, pending, W, position, last, row, advance)
+    take_in_plain(state, pending, w, position, last, row, advance)

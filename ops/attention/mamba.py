@@ -15,7 +15,6 @@ tokens that may be pending.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ops.attention.delta_state import (
@@ -35,8 +34,7 @@ from ops.attention.delta_state import (
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
-from ops.plain.gated_delta import conv_silu_in_torch
-from ops.plain.mamba2 import ssm_chunk, time_steps
+from ops.plain.mamba2 import ssm_chunk
 from ops.plain.pending import take_in_plain
 
 ROWS = 32  # most rows of a head's state in a program
@@ -298,11 +296,9 @@ def take_in_pending(
         launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
         return
 
-    def advance(x: Tensor, dt: Tensor, kept: Tensor, old: Tensor) -> Tensor:
-        y = conv_silu_in_torch(x[:, W - 1 :], x[:, : W - 1], w.conv, w.conv_bias)
+    def advance(y: Tensor, g: Tensor, steps: Tensor, old: Tensor) -> Tensor:
         x, b, c = y.split((H * P, groups * N, groups * N), dim=-1)
         b, c = (each.unflatten(-1, (groups, N)) for each in (b, c))
-        steps, g = (torch.where(kept, t, 0.0) for t in time_steps(dt, w.a_log, w.dt_bias))
         return ssm_chunk(x.unflatten(-1, (H, P)), b, c, steps, g, w.skip, old)[1]
 
-    take_in_plain(state, pending, W, position, last, row, advance)
+    take_in_plain(state, pending, w, position, last, row, advance)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ops.attention.delta_state import fit_tiles, softplus, with_even_rows
 from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
-from ops.plain.gated_delta import conv_silu_in_torch, gates_in_torch, mask_gates, norm_in_torch
+from ops.plain.gated_delta import conv_silu_in_torch, masked_gates_in_torch, norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
-from ops.plain.mamba2 import time_steps
 
 
 @dataclass(frozen=True)
@@ -160,20 +159,6 @@ def _compute_gates(ba, a_log, dt_bias, real, g, beta, COUNT, TOKEN, s: tl.conste
     if s.shares > 0:
         step = tl.sigmoid(tl.load(ba + head, mask=is_first, other=0.0).to(tl.float32))
     tl.store(beta + token * s.heads + head, tl.where(is_real, step, 0.0), mask=is_first)
-
-
-def masked_gates_in_torch(
-    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return g and beta of `gates_in_torch`, with 0 for tokens that are not real [B, Q, 1].
-
-    Such tokens change no state. ba may be the dt [B, Q, H] of Mamba-2: then beta is the step sizes
-    of `time_steps`.
-    """
-    if ba.shape[-1] > len(dt_bias):
-        return mask_gates(*gates_in_torch(ba, a_log, dt_bias), real)
-    steps, g = time_steps(ba, a_log, dt_bias)
-    return mask_gates(g, steps, real)
 
 
 def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.plain.mamba2 import split_chunks
+from ops.plain.mamba2 import split_chunks, time_steps
 from ops.plain.short_conv import causal_conv
 
 CHUNK = 64  # tokens that one triangular system covers
@@ -52,8 +52,18 @@ def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, 
     return -rate * a, b.sigmoid()
 
 
-def mask_gates(g: Tensor, beta: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return g and beta with 0 for tokens that are not real [B, Q, 1]: these change no state."""
+def masked_gates_in_torch(
+    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return g and beta of `gates_in_torch`, with 0 for tokens that are not real [B, Q, 1].
+
+    Such tokens change no state. ba may be the dt [B, Q, H] of Mamba-2: then beta is the step sizes
+    of `time_steps`.
+    """
+    if ba.shape[-1] > len(dt_bias):
+        g, beta = gates_in_torch(ba, a_log, dt_bias)
+    else:
+        beta, g = time_steps(ba, a_log, dt_bias)
     kept = real if g.dim() == real.dim() else real.unsqueeze(-1)
     return torch.where(kept, g, 0.0), torch.where(real, beta, 0.0)
 

@@ -4,15 +4,21 @@ Letters: B sequences, M tokens that may be pending, N channels of the convolutio
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ops.plain.gated_delta import conv_silu_in_torch, masked_gates_in_torch
+
+MAX_TENTATIVE = 16  # tokens of one call that can still be refused
+MAX_SNAPSHOTS = 8  # most copies of a sequence's recurrent states, or rings, that are kept
 
 
 def take_in_plain(
     state: Tensor,
     pending: list[Tensor],
-    width: int,
+    weights: Any,
     position: Tensor,
     last: Tensor | None,
     row: Tensor | None,
@@ -22,8 +28,8 @@ def take_in_plain(
 
     A sequence without a real token stays as it is. pending: inputs [.., W - 1 + M, N], what gives
     the gates [.., M, ..], first [.., H]. row int64 [B]: the rows of the sequences; None: the first.
-    advance: (inputs [B, W - 1 + M, N], gates [B, M, ..], kept [B, M, 1], state) -> the state
-    after the tokens that are kept.
+    weights: have conv [N, W], a_log, dt_bias, and conv_bias or none. advance: (y [B, M, N] of the
+    convolution, the gates of `masked_gates_in_torch`, state) -> the state after these tokens.
     """
     inputs, gates, first = pending
     rows = torch.arange(len(position), device=state.device) if row is None else row
@@ -31,15 +37,18 @@ def take_in_plain(
     changes = (begins > 0) if last is None else (begins > 0) & (last >= 0)
     if state.device.type == "cpu" and not changes.any():  # as after each call of one token
         return
-    M = gates.shape[1]
+    M, past = gates.shape[1], weights.conv.shape[1] - 1
     accepted = (position[:, 0] + 1 - begins).clamp(0, M) * changes
     x, old = inputs[rows], state[rows]
     kept = (torch.arange(M, device=state.device) < accepted.unsqueeze(1)).unsqueeze(-1)
-    new = advance(x, gates[rows], kept, old)
+    bias = getattr(weights, "conv_bias", None)
+    y = conv_silu_in_torch(x[:, past:], x[:, :past], weights.conv, bias)
+    given = masked_gates_in_torch(gates[rows], weights.a_log, weights.dt_bias, kept)
+    new = advance(y, *given, old)
     state.index_copy_(0, rows, torch.where(accepted.view(-1, 1, 1, 1) > 0, new, old))
-    moved = last_inputs(x[:, : width - 1], x[:, width - 1 :], accepted)
-    moved = torch.where(changes.view(-1, 1, 1), moved, x[:, : width - 1])
-    inputs[:, : width - 1].index_copy_(0, rows, moved)
+    moved = last_inputs(x[:, :past], x[:, past:], accepted)
+    moved = torch.where(changes.view(-1, 1, 1), moved, x[:, :past])
+    inputs[:, :past].index_copy_(0, rows, moved)
     first.index_copy_(0, rows, torch.where(changes.unsqueeze(1), 0, first[rows]))
 
 
