@@ -25,9 +25,9 @@ PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister
 HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 # Buffers for uploads, and bytes of each: one is filled while the GPU reads others. Small tensors
 # take one each, so that there are more than two.
-BUFFERS, BUFFER_BYTES = 4, 32 << 20
+BUFFERS, BUFFER_BYTES = 4, 16 << 20
 # After which another thread gives Python's lock away. A piece needs the lock four times: with
-# Python's 5 ms, a thread that reads kernels makes one of 16 MB last 23 ms instead of 0.7.
+# Python's 5 ms, a thread that reads kernels makes it last 23 ms instead of 0.7.
 SWITCH_SECONDS = 1e-4
 
 log = logging.getLogger("moe_fast")
