@@ -172,7 +172,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         expert = pair.to(tl.int64) * 0
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
-    if PDL and s.first_late:
+    if PDL and s.first_late:  # `down` polls the choice
         tl.extra.cuda.gdc_launch_dependents()
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(s.depth):
@@ -184,7 +184,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         besides = besides + ((),)
     if GATED:
         share = load_gate(scores, None, s.routing)
-    if PDL:  # no load is after it, even if there is one before
+    if PDL:  # even if for the second time: the compiler moves no load behind it
         tl.extra.cuda.gdc_launch_dependents()
     table = code_table(unknown_zero, s)
     SHARES: tl.constexpr = PAIRS and s.tiles == 1
