@@ -49,20 +49,21 @@ from ops.products.words import (
 
 
 @jit
-def load_scales(weights, expert, rows, quad, s):
-    """Load the scales and zeros of quads [ROWS * LANES], as `multiply_chunk` takes them.
+def load_scales(weights, expert, row, own, quad, s):
+    """Load the scales and zeros of quads [ROWS * LANES, 1], as `multiply_chunk` takes them.
+
+    row: the tile's first one. own: that of each quad, counted from there.
 
     Those of a quad's words are an int32, one register until they are used. The scale of a row
     (int8, fp8, nvfp4) is loaded here only if lanes have different experts. Otherwise it multiplies
     the sum: `row_scale`.
     """
     WARPS: tl.constexpr = s.lanes // 32
+    first = expert * s.out + row
+    rows = first + own
     if s.kind == "int4" or s.e2m1 or s.half_quadratic:
-        rows = expert * s.out + rows
-        if s.word_scaled:
-            groups = rows * s.each + quad
-        else:
-            groups = rows * (s.each * 4 // s.run) + quad * 4 // s.run
+        EACH: tl.constexpr = s.each if s.word_scaled else s.each * 4 // s.run
+        groups = first * EACH + (own * EACH + (quad if s.word_scaled else quad * 4 // s.run))
         found = (tl.load(weights.scale + groups),)
         if s.half_quadratic and weights.scale_step is None:
             found = found + (tl.load(weights.zero + groups),)
@@ -77,14 +78,14 @@ def load_scales(weights, expert, rows, quad, s):
             found = found + (tl.load(weights.scale_step + rows),)
         return found
     elif s.gguf:
-        return _load_gguf_scales(weights, expert * s.out + rows, quad, s)
+        return _load_gguf_scales(weights, rows, quad, s)
     elif s.kind == "fp8b":
         BLOCKS: tl.constexpr = (s.out + s.group - 1) // s.group  # blocks of rows of an expert
-        block = expert * BLOCKS + rows // s.group
+        block = expert * BLOCKS + (row + own) // s.group
         at = block * (s.each * 16 // s.group) + quad * 16 // s.group
         return (tl.load(weights.scale + at),)
     elif s.kind != "bf16" and s.gather:
-        return (tl.load(weights.scale + expert * s.out + rows),)
+        return (tl.load(weights.scale + rows),)
     else:
         return ()
 

@@ -40,7 +40,9 @@ from ops.products.pipeline import (
     replace,
     result_rows,
     settings_of,
+    shared_rows,
     sum_lanes,
+    sum_shared,
 )
 from ops.products.quantized_x import QuantizedX, quantize_tokens, quantizes_first
 from ops.products.routing import (
@@ -170,6 +172,8 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         expert = pair.to(tl.int64) * 0
     else:
         expert = tl.load(choice.indices + pair).to(tl.int64)
+    if PDL and s.first_late:  # `down` polls the choice
+        tl.extra.cuda.gdc_launch_dependents()
     tiles, xs, besides = (), (), ()
     for d in tl.static_range(s.depth):
         tiles = tiles + (load_weights(weights, expert, row, d, s),)
@@ -180,10 +184,11 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         besides = besides + ((),)
     if GATED:
         share = load_gate(scores, None, s.routing)
-    if PDL:
+    if PDL:  # even if for the second time: the compiler moves no load behind it
         tl.extra.cuda.gdc_launch_dependents()
     table = code_table(unknown_zero, s)
-    rows, stores = result_rows(s)
+    SHARES: tl.constexpr = PAIRS and s.tiles == 1
+    rows, stores = shared_rows(s.rows) if SHARES else result_rows(s)
     if s.tiles > 1:
         for c in tl.static_range(s.chunks):
             xs = replace(xs, c, prepare(xs[c][0], (), x, s))
@@ -199,7 +204,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
             x, weights, (expert, None), tiles, (xs, besides), table, both, more, s
         )
         totals = gates[0], ups
-        totals = [sum_lanes(totals[i], s) for i in s.of_loads]
+        totals = [
+            sum_shared(totals[i], s) if SHARES else sum_lanes(totals[i], s) for i in s.of_loads
+        ]
         if s.of_rows:
             totals = [totals[i] * scales[i] for i in s.of_loads]
         if bias is not None:

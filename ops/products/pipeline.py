@@ -127,43 +127,48 @@ def prepare(part, beside, x, s):
 
 
 @jit
-def _locate(quads, experts, row, chunk, REPEAT: tl.constexpr, s):
-    """Return expert (int64), its row and the quad in that, for each quad of a tile.
+def _locate(quads, experts, chunk, REPEAT: tl.constexpr, s):
+    """Return expert (int64), the tile's row, and the quad in that, for each quad of a tile.
 
     quads: numbers of the tile's quads, row-major in [ROWS, LANES], each REPEAT times. experts: one
     index, or with `gather` that of each lane, [LANES]. Quads past the end become the last: their x
     is 0.
     """
     quad = tl.minimum(chunk * s.lanes + quads % s.lanes, s.quads - 1)
-    rows = row + quads // s.lanes
+    own = quads // s.lanes
     if s.gather:
         COUNT: tl.constexpr = quads.shape[0]
         shape: tl.constexpr = (COUNT // (s.lanes * REPEAT), s.lanes, REPEAT)
-        experts = tl.reshape(tl.broadcast_to(experts[None, :, None], shape), [COUNT])
-        return experts.to(tl.int64), rows, quad % s.each
+        experts = tl.reshape(tl.broadcast_to(experts[None, :, None], shape), quads.shape)
+        return experts.to(tl.int64), own, quad % s.each
     else:
-        return experts, rows, quad
+        return experts, own, quad
+
+
+@jit
+def _load_neighbors(tensor, COUNT: tl.constexpr, experts, row, chunk, s):
+    """Load COUNT neighboring words of each quad of a tile, in one load of a lane.
+
+    All rows share a lane's address: the compiler puts what is constant into the loads.
+    """
+    at = tl.arange(0, s.rows * s.lanes * COUNT)
+    expert, own, quad = _locate(at // COUNT, experts, chunk, COUNT, s)
+    words = tensor + (expert * s.out + row) * (s.each * COUNT)
+    words += own * (s.each * COUNT) + quad * COUNT + at % COUNT
+    # The compiler does not see through the indices.
+    return tl.load(tl.max_contiguous(tl.multiple_of(words, 4 * COUNT), COUNT))
 
 
 @jit
 def _load_chunk(weights, experts, row, chunk, s):
     """Load a chunk of ROWS rows -> codes [ROWS * LANES * 4], and scales as of `load_scales`."""
-    COUNT: tl.constexpr = s.rows * s.lanes
-    at = tl.arange(0, COUNT * 4)
-    expert, rows, quad = _locate(at // 4, experts, row, chunk, 4, s)
-    words = (expert * s.out + rows) * (s.each * 4) + quad * 4 + at % 4
-    # A lane's four words are one aligned load, which the compiler does not see through their
-    # indices.
-    codes = tl.load(tl.max_contiguous(tl.multiple_of(weights.codes + words, 16), 4))
-    at = tl.arange(0, COUNT)
-    expert, rows, quad = _locate(at, experts, row, chunk, 1, s)
-    scales = load_scales(weights, expert, rows, quad, s)
-    if s.kind == "hqq3":  # two words of third bits
-        at = tl.arange(0, COUNT * 2)
-        expert, rows, quad = _locate(at // 2, experts, row, chunk, 2, s)
-        words = (expert * s.out + rows) * (s.each * 2) + quad * 2 + at % 2
-        third = tl.load(tl.max_contiguous(tl.multiple_of(weights.high + words, 8), 2))
-        scales = scales + (third,)
+    codes = _load_neighbors(weights.codes, 4, experts, row, chunk, s)
+    # Of two dimensions: loads of one shape get one layout, and the router's scores have another.
+    at = tl.arange(0, s.rows * s.lanes)[:, None]
+    expert, own, quad = _locate(at, experts, chunk, 1, s)
+    scales = load_scales(weights, expert, row, own, quad, s)
+    if s.kind == "hqq3":  # third bits
+        scales = scales + (_load_neighbors(weights.high, 2, experts, row, chunk, s),)
     return codes, scales
 
 

@@ -98,11 +98,13 @@ def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
 
     It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
     of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). More tokens have more programs: from
-    three on it pays (docs/log/speculation.md). If words have scales, each number of x is a load.
+    three on it pays, but in int4 (docs/log/speculation.md). If words have scales, each number of x
+    is a load.
     """
     if BITS[weight.kind] > 4:
         return False
-    return weight.word_scaled or tokens > 2 or quads * 4 * weight.fields > LONG_X
+    several = tokens > 2 and weight.kind != "int4"
+    return weight.word_scaled or several or quads * 4 * weight.fields > LONG_X
 
 
 def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:

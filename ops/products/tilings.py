@@ -104,8 +104,8 @@ DEFAULTS = {
 SEVERAL: dict[str, dict[int, Tiles]] = {
     "int4": {
         2: Tiles(8, 128, 1, 4),
-        4: Tiles(4, 32, 1, 1, registers=128),
-        8: Tiles(8, 32, 1, 1, registers=128),
+        4: Tiles(8, 64, 1, 2, registers=128),
+        8: Tiles(16, 64, 1, 2, registers=128),
     },
     "mxfp4": dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)),
 }
