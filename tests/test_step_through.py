@@ -192,6 +192,11 @@ def test_a_dense_weight_is_unpacked_for_the_library(format):
     assert unpacking_error(format) < 1e-3
 
 
+@pytest.mark.parametrize("format", ("int4", "fp8b", "nvfp4", "hqq3"))
+def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
+    assert unpacking_error(format, own_order=True) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("tokens", "active", "n_expert"),
     (
