@@ -5,9 +5,11 @@
 Times one layer for a number of tokens with random experts, and checks results. PyTorch's forms
 stand beside the kernels: sorted pairs, and for plain weights gather, grouped_mm and activation.
 Other tiles than the kernel's own: `--rows 64 128` and so on time every combination, best first.
+They are compiled side by side.
 TFLOP/s count the multiplications and additions of the products alone.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,10 +27,13 @@ from formats import FORMATS, PLAIN
 from formats.packed import Packed
 from model import ExpertLinear, Experts, ModelArgs, group_by_expert
 from models.random_weights import architecture
+from ops.compile_ahead import collect
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
+from ops.gpu import gpu_of
 from ops.products.prompt import choose_prompt_tile, grouped_gemm
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile
+from runtime.compile_ahead import compile_ahead
 
 TILE = tuple(field.name for field in fields(PromptTile))
 REPEATS = 5
@@ -42,7 +47,7 @@ class Result(NamedTuple):
     gb_s: float  # weights read
     error: float  # relative, of the norm
     product: str  # mode and name
-    form: PromptTile | str
+    form: str
 
     def __str__(self) -> str:
         return (
@@ -78,24 +83,22 @@ class Product:
             return y
         return activate_rows(y, self.activation, columns=self.columns)
 
-    def forms(self, changes: Sequence[dict]) -> list[tuple[PromptTile | str, Callable]]:
-        """Return how it may be computed: by tile, or "library"."""
-        weight, found = self.weight, []
+    def forms(self, changes: Sequence[dict]) -> dict[str, Callable]:
+        """Return how the kernel may compute it, by tile."""
+        weight, x = self.weight, self.x
         if isinstance(weight, ExpertLinear):
-            given = self.x, self.group_ends, {"codes": weight.weight}, "plain", 16, 1
-            found = [("library", partial(self.by_library, weight.weight))]
+            given = {"codes": weight.weight}, "plain", 16, 1
         else:
             format = FORMATS[weight.format]
-            x = format.grouped_order(self.x, weight.group)
-            given = x, self.group_ends, weight.parts(), format.kind, format.bits, weight.group
-        kind, bits = given[3:5]
-        sizes = self.rows, len(self.group_ends), bits, self.x.shape[1]
-        own = choose_prompt_tile(*sizes, kind)
+            x = format.grouped_order(x, weight.group)
+            given = weight.parts(), format.kind, format.bits, weight.group
+        kind, bits = given[1:3]
+        own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)
-        for tile in (replace(own, **change) for change in changes):
-            found.append((tile, partial(grouped_gemm, *given, **options, tile=tile)))
-        return found
+        product = partial(grouped_gemm, x, self.group_ends, *given, **options)
+        tiles = [replace(own, **change) for change in changes]
+        return {str(tile): partial(product, tile=tile) for tile in tiles}
 
 
 def time_call(call: Callable[[], object]) -> float:
@@ -109,8 +112,10 @@ def measure_product(product: Product, changes: Sequence[dict]) -> list[Result]:
     E, out, width = plain.shape
     expected = product.by_library(plain).float()
     nbytes = sum(part.nbytes for part in weight.parameters()) * min(N, E) / E
-    found = []
-    for form, call in product.forms(changes):
+    found, forms = [], product.forms(changes)
+    if not isinstance(weight, Packed):
+        forms["library"] = partial(product.by_library, weight.weight)
+    for form, call in forms.items():
         try:
             error = ((call().float() - expected).norm() / expected.norm()).item()
             time = time_call(call)
@@ -149,13 +154,19 @@ def products_of(experts: Experts, mode: str, indices: Tensor) -> list[Product]:
     ]
 
 
-def measure(args: ModelArgs, mode: str, options, changes: Sequence[dict]) -> None:
+def measure(
+    args: ModelArgs, mode: str, options: argparse.Namespace, changes: Sequence[dict]
+) -> None:
     """Print the results of a mode."""
-    experts = random_experts(args, mode)
+    experts, found = random_experts(args, mode), []
     for tokens in options.tokens:
         indices = torch.rand(tokens, args.n_expert, device="cuda").topk(args.n_active).indices
+        found.append((tokens, indices, products_of(experts, mode, indices)))
+    calls = [call for *_, both in found for p in both for call in p.forms(changes).values()]
+    compile_ahead(collect(lambda: [call() for call in calls]), gpu_of(torch.device("cuda")))
+    for tokens, indices, products in found:
         print_grouping(indices, args.n_expert)
-        for product in products_of(experts, mode, indices):
+        for product in products:
             for result in measure_product(product, changes)[: options.best]:
                 print(f"{tokens:6} tokens {result}", flush=True)
 

@@ -25,7 +25,7 @@ from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import gather_rows
 from ops.products.prompt_weights import MANY_ROWS, multiply_unpacked
-from ops.products.weights import BITS, Weight, packed_weight
+from ops.products.weights import BITS, GGUF, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
@@ -156,6 +156,13 @@ class Packed(nn.Module):
                 x = gather_rows(x, None, 1, self.column_order(x))
         return self.multiply_ordered(x, group_ends, dense)
 
+    def unpacks(self, x: Tensor) -> bool:
+        """Whether a dense weight is unpacked for rows x [N, in], which keep their order."""
+        kind, many = FORMATS[self.format].kind, len(x) > MANY_ROWS and x.element_size() == 2
+        if kind is None or kind in GGUF or not many or torch.compiler.is_compiling():
+            return False
+        return can_launch(x, f"{UNPACKING} {self.format}")
+
     def column_order(self, like: Tensor) -> Tensor | None:
         """Return the order int32 [in] in which `multiply_ordered` reads its x; None: as it is."""
         if not choose(self.request(ROWS, like)).reorders_x:
@@ -183,10 +190,23 @@ class PackedLinear(Packed):
         if x.numel() == x.shape[-1]:  # one token
             y = self.dot(x).to(x.dtype)
         else:
-            rows = x.flatten(0, -2)
-            group_ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-            y = self.multiply_rows(rows, group_ends, dense=True).unflatten(0, x.shape[:-1])
+            rows, use = x.flatten(0, -2), f"{UNPACKING} {self.format}"
+            if self.unpacks(rows):
+                y = try_kernels(use, self.unpack_first, self.multiply_all, rows)
+            else:
+                y = self.multiply_all(rows)
+            y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
+
+    def multiply_all(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, out]: all are rows of one expert."""
+        group_ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        return self.multiply_rows(x, group_ends, dense=True)
+
+    def unpack_first(self, x: Tensor) -> Tensor:
+        """`multiply_all` for rows that `unpacks` is true of. Raises KernelError."""
+        own, parts = FORMATS[self.format], {n: p.unsqueeze(0) for n, p in self.parts().items()}
+        return multiply_unpacked(x, parts, own.kind, own.bits, self.group, own_order=True)
 
 
 class PackedExpertLinear(Packed):

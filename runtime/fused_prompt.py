@@ -83,7 +83,9 @@ class DenseRows:
     def columns(self, like: Tensor) -> Tensor | None:
         """As of `ExpertRows`."""
         linear = self.linear
-        return linear.column_order(like) if hasattr(linear, "column_order") else None
+        if not hasattr(linear, "column_order") or linear.unpacks(like):
+            return None
+        return linear.column_order(like)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, in] in the order of `columns` -> [T, out]."""
@@ -140,7 +142,7 @@ class PromptLayer:
         projected = project(attention.projection, normed)[0]
         q, k, v = self.append(projected, context)
         given = q, k, v, attention.window, attention.sinks
-        kernel = attends_prompt(q, attention.window, attention.sinks)
+        kernel = attends_prompt(q, k.shape[1], attention.window, attention.sinks)
         heads = attend_prompt(*given) if kernel else attend_chunk(*given)
         if attention.gate:
             gate = projected[:, attention.first_gate :]

@@ -188,13 +188,10 @@ class Prompts(DecodeSteps):
             if short:
                 logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
-                # Padding is overwritten before it is read. Tensors are no views: those would
-                # recompile.
+                # Padding is overwritten before it is read.
                 padded = [*part, *[0] * self.padding(len(part))]
-                tokens = send(torch.tensor([padded]), self.device)
-                rows = self.rows[row : row + 1].clone()
-                last = torch.full_like(self.last[:1], len(part) - 1)
-                logits, *routing = self.run_chunk(tokens, rows, last, start + tokens.shape[1])
+                numbers = send(torch.tensor([*padded, row, len(part) - 1]), self.device)
+                logits, *routing = self.run_chunk(numbers, start + len(padded))
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
             self.snapshots.take(row, start)
@@ -219,21 +216,27 @@ class Prompts(DecodeSteps):
         multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
         return -tokens % multiple if self.pads else 0
 
-    def run_chunk(self, tokens: Tensor, row: Tensor, last: Tensor, end: int) -> tuple[Tensor, ...]:
-        """`run_model` on one chunk [1, Q] that ends before `end`, captured if it repeats."""
+    def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
+        """`run_model` on one chunk that ends before `end`, captured if it repeats.
 
-        runner = self.prefill_runner
+        numbers [Q + 2]: its tokens, its row, and the index of its last real token. They are one
+        tensor, since the host takes as long for a copy as the GPU for a few kernels.
+        """
+        Q, runner = len(numbers) - 2, self.prefill_runner
         if self.batch > 1:
             runner = InterruptedRunner(runner, self.between_layers)
 
-        def run(tokens: Tensor, row: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+        def run(numbers: Tensor) -> tuple[Tensor, ...]:
+            # No views: those would recompile.
+            tokens = numbers[:Q].unsqueeze(0).clone()
+            row, last = (numbers[n : n + 1].clone() for n in (Q, Q + 1))
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
         # Beside other sequences, prompts are not captured: that takes longer than they may pause.
-        captures = self.batch == 1 and self.runner.can_capture(tokens.shape[1])
+        captures = self.batch == 1 and self.runner.can_capture(Q)
         if self.graphs is None or not captures:
-            return run(tokens, row, last)
-        return self.graphs((tokens.shape[1], end, self.watch), run, tokens, row, last)
+            return run(numbers)
+        return self.graphs((Q, end, self.watch), run, numbers)
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.

@@ -90,14 +90,20 @@ def reorders_rows(format: str) -> bool:
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
 
 
-def unpacking_error(format: str, dtype: torch.dtype = torch.float16) -> float:
-    """Compare the product of a dense weight that `_unpack` unpacks with one of `Format.unpack`."""
+def unpacking_error(
+    format: str, dtype: torch.dtype = torch.float16, own_order: bool = False
+) -> float:
+    """Compare the product of a dense weight that `_unpack` unpacks with one of `Format.unpack`.
+
+    own_order: with x as it is.
+    """
     out, width, own = 40, 768, FORMATS[format]
     group = own.default_group(width)
     spec = {"format": format, "group_size": group}
     parts = pack_weight(torch.randn(1, out, width), spec, torch.device("cpu"))
     x = torch.randn(5, width).to(dtype)
-    got = multiply_unpacked(own.grouped_order(x, group), parts, own.kind, own.bits, group)
+    ordered = x if own_order else own.grouped_order(x, group)
+    got = multiply_unpacked(ordered, parts, own.kind, own.bits, group, own_order)
     want = x.double() @ own.unpack(parts, group)[0].double().T
     return ((got.double() - want).norm() / want.norm()).item()
 

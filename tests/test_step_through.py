@@ -192,6 +192,11 @@ def test_a_dense_weight_is_unpacked_for_the_library(format):
     assert unpacking_error(format) < 1e-3
 
 
+@pytest.mark.parametrize("format", ("int4", "fp8b", "nvfp4", "hqq3"))
+def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
+    assert unpacking_error(format, own_order=True) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("tokens", "active", "n_expert"),
     (
@@ -211,7 +216,8 @@ def test_pairs_are_grouped_by_expert(tokens, active, n_expert):
         (40, 300, 16, True, 32),
         (130, 130, 100, False, 16),
         (5, 200, None, True, 128),
+        (70, 90, None, False, 64),
     ),
 )
-def test_attention_of_a_chunk_with_a_window_or_sinks(Q, S, window, sinks, C):
+def test_attention_of_a_chunk(Q, S, window, sinks, C):
     assert attention_error(Q, S, window, sinks, C) < 1e-3

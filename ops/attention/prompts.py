@@ -25,6 +25,8 @@ ROWS = 8  # heads of a token at once
 LOG2_E = 1.4426950408889634
 HEAD_DIMS = 16, 32, 64, 128, 256
 TILES = (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)
+# Positions that a short prompt sees at most. SDPA has a kernel and a pause of 6 us beside its own.
+SHORT = 512
 
 
 class Places(NamedTuple):
@@ -214,9 +216,13 @@ def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
     tl.store(y + place, result.to(y.dtype.element_ty), mask=(query < Q)[:, None])
 
 
-def attends_prompt(q: Tensor, window: int | None, sinks: Tensor | None) -> bool:
-    """Whether `attend_prompt` is for these queries [Q, H, C]; SDPA is for those without both."""
-    return (window is not None or sinks is not None) and q.shape[-1] in HEAD_DIMS
+def attends_prompt(q: Tensor, S: int, window: int | None, sinks: Tensor | None) -> bool:
+    """Whether `attend_prompt` is for these queries [Q, H, C] and S positions.
+
+    SDPA is for more positions without a window and sinks.
+    """
+    is_own = window is not None or sinks is not None or S <= SHORT
+    return is_own and q.shape[-1] in HEAD_DIMS
 
 
 def attend_prompt(
@@ -230,7 +236,7 @@ def attend_prompt(
     y = q.new_empty(Q, H * C)
     candidates = (
         (PromptAttention(H, K, C, window, M, N), dict(warps=warps, stages=stages))
-        for M, N, warps, stages in TILES
+        for M, N, warps, stages in (TILES[2:] if Q <= SHORT else TILES)
     )
     given = q.contiguous(), k, v, sinks, y, Q, S, k.stride(0), k.stride(1)
     s, options = fit(_attend_prompt, candidates, *given)

@@ -193,7 +193,10 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
     if bits == 4:
         if rows == 16:
-            return PromptTile(rows, 128, 256 if width % 256 == 0 else 128, 4)
+            numbers = 256 if width % 256 == 0 else 128
+            if kind == "int4":  # weights of an expert with a few more rows are decoded once
+                return PromptTile(32, 128, numbers, 4, tail=16)
+            return PromptTile(rows, 128, numbers, 4)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would

@@ -57,6 +57,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
+    own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
     gated = property(lambda s: s.activation is not None and s.activation.gated)
@@ -267,18 +268,37 @@ def _unpack(weights, y, s: tl.constexpr):
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
+    # Fields of a word are WORDS numbers apart, since a group has these many words.
+    WORDS: tl.constexpr = s.group // (2 * s.fields)
+    HALF: tl.constexpr = s.tile.numbers // s.fields // 2
+    word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
     for field in tl.static_range(s.fields):
         number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
         if s.kind != "fp8b":  # its factor has what its numbers lack
             number = finish(number, factor, s.kind, DTYPE)
-        place = y + row * s.width + number_of_field(unit, field, s)
-        tl.store(place, number.to(DTYPE), mask=inside & (n < s.out))
+        number, place = number.to(DTYPE), y + row * s.width
+        if s.own_order:
+            first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
+            place += word // WORDS * s.group + field * WORDS + word % WORDS
+            stored = (word < s.width // (2 * s.fields)) & (n < s.out)
+            tl.store(place, first, mask=stored)
+            tl.store(place + s.fields * WORDS, second, mask=stored)
+        else:
+            place += number_of_field(unit, field, s)
+            tl.store(place, number, mask=inside & (n < s.out))
 
 
 def multiply_unpacked(
-    x: Tensor, parts: dict[str, Tensor], kind: str, bits: int, group: int
+    x: Tensor,
+    parts: dict[str, Tensor],
+    kind: str,
+    bits: int,
+    group: int,
+    own_order: bool = False,
 ) -> Tensor:
     """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
+
+    own_order: x is as it is, which GGUF's kinds do not take.
 
     The weight is dequantized to 16 bits for this product of the library. With many rows that is
     faster than `_grouped` by more than unpacking takes.
@@ -286,7 +306,7 @@ def multiply_unpacked(
     out, width = parts["codes"].shape[1], x.shape[1]
     y = x.new_empty(out, width)
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
-    s = PromptSettings(out, width, 1, kind, bits, group, TILE)
+    s = PromptSettings(out, width, 1, kind, bits, group, TILE, own_order=own_order)
     grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
     launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
     return F.linear(x, y)
