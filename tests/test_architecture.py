@@ -94,7 +94,7 @@ OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
     "cli/before_imports.py": (
         {"triton.runtime.cache"},
-        "in a thread, while torch is imported; it may be missing",
+        "a thread imports it while torch is imported; it may be missing",
     ),
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
     "gguf_files/views.py": ({"gguf"}, "it takes 0.03 s; few files have types that need it"),
