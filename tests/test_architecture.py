@@ -345,6 +345,16 @@ def test_kernels_have_few_parameters(name):
         assert len(node.args.args) <= MAX_PARAMETERS, node.name
 
 
+@for_each(OPS)
+def test_no_kernel_unpacks_a_tuple_within_a_tuple(name):
+    """Triton 3.6 cannot; the version that tests run can."""
+    for node in kernels(tree(OPS[name])):
+        tuples = [n for n in ast.walk(node) if isinstance(n, ast.Tuple)]
+        targets = [n for n in tuples if isinstance(n.ctx, ast.Store)]
+        nested = [n for n in targets if any(isinstance(part, ast.Tuple) for part in n.elts)]
+        assert not nested, f"{node.name}, line {nested[0].lineno}"
+
+
 def returns_a_value(statement: ast.stmt) -> bool:
     return any(isinstance(n, ast.Return) and n.value for n in ast.walk(statement))
 

@@ -53,7 +53,8 @@ def _begin_pass(
 def _check_drafts(
     logits, state, passed, last, q, largest, results, n, s: tl.constexpr, PDL: tl.constexpr
 ):
-    (ordered, crowded), (good, own) = largest, results
+    ordered, crowded = largest
+    good, own = results
     row = tl.program_id(0)
     sequence, at = row // (n + 1), row % (n + 1)
     controls = state.controls + sequence * s.controls
