@@ -1,6 +1,7 @@
 """What kernels use of a GPU: GPUs that are not here, and kernels that cannot run on one."""
 
 import argparse
+import copy
 import logging
 
 import pytest
@@ -170,6 +171,24 @@ def test_the_first_tiling_that_fits_is_taken(become):
         fit(kernel, [(20, {})], on_gpu(1))
     with pytest.raises(KernelError, match="_stub: PTXAS error"):
         fit(kernel, [(4, {})], on_gpu(1))
+
+
+@pytest.mark.skipif(jit.triton is None, reason="needs Triton")
+def test_a_kernels_source_is_read_once_when_it_is_needed(monkeypatch):
+    read = []
+
+    def make(self, function, **options):
+        read.append(function.__name__)
+        self.__name__, self.raw_src = function.__name__, ["def"]
+
+    monkeypatch.setattr(jit.triton.JITFunction, "__init__", make)
+    kernel = jit.Kernel(become)
+    assert kernel.__doc__ == become.__doc__ and kernel.__module__ == __name__ and not read
+    assert (kernel.__name__, kernel.raw_src) == ("become", ["def"]) and read == ["become"]
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = kernel.no_such
+    assert read == ["become"]
+    assert not hasattr(copy.copy(kernel), "no_such")
 
 
 def test_a_kernel_that_fails_is_replaced_once_and_logged_once(become, caplog):
