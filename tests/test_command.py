@@ -72,7 +72,9 @@ def test_examples_of_help_are_accepted(script, build_parser):
 
 def test_commands_of_the_benchmarks_page_are_accepted(build_parser):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    commands = re.findall(r"`((?:python|torchrun) [^`]*?((?:\w+/)?\w+\.py)[^`]*)`", page)
+    commands = re.findall(
+        r"`(?:PYTHONPATH=. )?((?:python|torchrun) [^`]*?((?:\w+/)?\w+\.py)[^`]*)`", page
+    )
     for line, script in commands:
         check_command(line, script, build_parser)
     benchmarks = {script for script in SCRIPTS if script.startswith("benchmarks/")}

@@ -5,6 +5,7 @@ import json
 import jsonschema
 import pytest
 from local_server import LocalServer
+from test_constraints import may_end
 from test_reasoning import make_tokenizer
 from test_tool_calls import (
     CALL,
@@ -49,7 +50,7 @@ def accepts(tokenizer, grammar: str, text: str) -> bool:
             constraint.advance(id)
     except ValueError:
         return False
-    return constraint.may_end
+    return may_end(constraint)
 
 
 @pytest.mark.parametrize(
