@@ -19,8 +19,8 @@ host memory in offload/, and the decode loop in runtime/session.py.
 """
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,9 @@ class ModelArgs:
 
     def __post_init__(self):
         for field in fields(self):
-            value = set_from_json(self, field)
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # JSON has no tuples
+                object.__setattr__(self, field.name, value := tuple(value))
             may_be_zero = field.name.endswith("_intermediate")  # the model has no such FFN
             if not is_valid(value, field.type, may_be_zero):
                 raise ValueError(f"{field.name} cannot be {value!r}")
@@ -94,20 +96,6 @@ class ModelArgs:
             "qk_norm": self.qk_norm in ("none", "head", "full"),
             "dense_intermediate": self.dense_intermediate > 0 or not self.dense_layers,
         }
-
-
-def set_from_json(record, field: Field) -> Any:
-    """Make a field's list a tuple, and its dict the dataclass of its type. Return the value.
-
-    JSON has neither. record: a frozen dataclass.
-    """
-    value, classes = getattr(record, field.name), filter(is_dataclass, get_args(field.type))
-    if isinstance(value, list):
-        value = tuple(value)
-    elif isinstance(value, dict) and (kind := next(classes, None)):
-        value = kind(**value)
-    object.__setattr__(record, field.name, value)
-    return value
 
 
 def is_valid(value, kind, may_be_zero: bool = False) -> bool:

@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from cli.compile_cache import own_folder, prepare
-from cli.compile_helper import NVIDIA
+from cli.compile_helper import may_have_gpu
 from cli.free_memory import free_host_memory
 
 PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
@@ -56,10 +56,6 @@ def keep_bytecode(options: argparse.Namespace) -> None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
         os.environ.pop(WITHOUT_BYTECODE, None)
-
-
-def may_have_gpu(options: argparse.Namespace) -> bool:
-    return options.device != "cpu" and NVIDIA.exists()
 
 
 def create_context(options: argparse.Namespace) -> threading.Thread | None:

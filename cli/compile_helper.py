@@ -83,9 +83,13 @@ def triton_folder(compile_cache: Path | None) -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR", own))
 
 
+def may_have_gpu(options: argparse.Namespace) -> bool:
+    return options.device != "cpu" and NVIDIA.exists()
+
+
 def start_before_imports(options: argparse.Namespace) -> None:
     """Start the helper if nothing was compiled with this cache, and a GPU's kernels may be."""
-    if options.eager or options.device == "cpu" or not NVIDIA.exists():
+    if options.eager or not may_have_gpu(options):
         return
     if not (triton_folder(options.compile_cache) / MARKERS).exists():
         start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import before_imports
+from cli import before_imports, compile_helper
 from cli.command import command
 from hub.manage import read_model_ahead
 
@@ -98,11 +98,11 @@ class FakeDriver:
 def test_a_context_is_created_on_a_gpu_alone(code, calls, tmp_path, monkeypatch):
     fake = FakeDriver(code)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    monkeypatch.setattr(before_imports, "NVIDIA", tmp_path)
+    monkeypatch.setattr(compile_helper, "NVIDIA", tmp_path)
     assert before_imports.create_context(argparse.Namespace(device="cpu")) is None
     before_imports.create_context(argparse.Namespace(device="auto")).join()
     assert fake.calls == calls
-    monkeypatch.setattr(before_imports, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(compile_helper, "NVIDIA", tmp_path / "none")
     assert before_imports.create_context(argparse.Namespace(device="auto")) is None
 
 

@@ -13,7 +13,14 @@ from torch import Tensor
 from model import ModelArgs, Transformer
 from models.config import MAX_INTEGER, HFConfig
 from models.family import Family
-from models.layers.yarn import RopeScaling, Yarn, read_yarn, yarn_frequencies, yarn_to_hf
+from models.layers.yarn import (
+    RopeScaling,
+    Yarn,
+    read_records,
+    read_yarn,
+    yarn_frequencies,
+    yarn_to_hf,
+)
 from ops.plain.rope import rope_frequencies, rope_table
 
 LLAMA3_KEYS = "factor", "low_freq_factor", "high_freq_factor"
@@ -36,6 +43,10 @@ class ScaledRopeArgs(ModelArgs):
     rope_factor: float = 1.0  # linear scaling: positions are divided by this
     llama3: Llama3 | None = None
     yarn: Yarn | None = None
+
+    def __post_init__(self):
+        read_records(self)
+        super().__post_init__()
 
 
 class ScaledRopeTransformer(Transformer):

@@ -1,12 +1,13 @@
 """YaRN: RoPE of a model that was trained for shorter sequences (Peng et al. 2023)."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from model import is_valid, set_from_json
+from model import is_valid
 from models.config import HFConfig
 from ops.plain.rope import rope_frequencies
 
@@ -16,9 +17,18 @@ class RopeScaling:
     """Parameters of scaled RoPE. Raises ValueError for values that cannot be."""
 
     def __post_init__(self):
+        read_records(self)
         for field in fields(self):
-            if not is_valid(value := set_from_json(self, field), field.type):
+            if not is_valid(value := getattr(self, field.name), field.type):
                 raise ValueError(f"{type(self).__name__.lower()}.{field.name} cannot be {value!r}")
+
+
+def read_records(args) -> None:
+    """Make each dict of a frozen dataclass the dataclass of its field's type: JSON has none."""
+    for field in fields(args):
+        kind = next(filter(is_dataclass, get_args(field.type)), None)
+        if kind and isinstance(value := getattr(args, field.name), dict):
+            object.__setattr__(args, field.name, kind(**value))
 
 
 @dataclass(frozen=True)
