@@ -20,6 +20,7 @@ class DraftingBatch(Batch):
     def __init__(self, speculation: Speculation, max_batch: int | None = None):
         self.speculation = speculation
         super().__init__(speculation.session, max_batch)
+        speculation.sizes = self.sizes
 
     def forget(self) -> None:
         super().forget()

@@ -182,10 +182,12 @@ class FusedRunner(CompiledRunner):
         """The kind of each layer by its id: layers of a kind launch the same kernels."""
         return dict(zip(map(id, self.layers.values()), kinds_of(self.layers.values()), strict=True))
 
-    def launch_all(self, rows: int, queries: int, reach: int | None = None) -> None:
+    def launch_all(
+        self, rows: int, queries: int, reach: int | None = None, all_positions: bool = False
+    ) -> None:
         """Launch the kernels of a call of this shape, over nothing: for `launch.collect_only`.
 
-        Those of one layer of each kind.
+        Those of one layer of each kind. all_positions: the head has all tokens, not one a row.
         """
         model, T = self.model, rows * queries
         tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
@@ -197,8 +199,9 @@ class FusedRunner(CompiledRunner):
         for layer in {self.kinds[id(layer)]: layer for layer in self.layers.values()}.values():
             if layer.experts.takes_tokens(T):
                 layer.forward(x, context, partial(launch_core, layer), reach)
-        if self.head is not None and rows <= self.max_tokens:
-            self.head.forward(x[:rows])
+        count = T if all_positions else rows
+        if self.head is not None and count <= self.max_tokens:
+            self.head.forward(x[:count])
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -355,3 +358,21 @@ class FusedRunner(CompiledRunner):
                 give_up(f"fused decoding by {error.kernel}", error)
                 self.checked[key] = False
         return self.checked[key]
+
+
+def launch_pass(
+    runner: FusedRunner,
+    state: StepState,
+    drafts: Tensor,
+    q: Tensor | None,
+    result: Tensor,
+    reach: int | None,
+) -> None:
+    """Launch the kernels of a pass with drafts [B, N], over nothing, as `launch_all` does.
+
+    q and result: as of `draft_check.verify_pass`.
+    """
+    runner.launch_all(len(drafts), drafts.shape[1] + 1, reach, all_positions=True)
+    tokens, _, last = draft_check.begin_pass(state, drafts)
+    logits = torch.empty(*tokens.shape, state.seen.shape[1], device=drafts.device)
+    draft_check.verify_pass(state, logits, tokens, last, q, result, ACCEPT_STREAM)

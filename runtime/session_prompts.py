@@ -56,6 +56,8 @@ class Prompts(DecodeSteps):
         super().__init__(model, max_seq_len, options)
         self.graphs = GraphCache() if self.captures_prompts else None
         self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
+        # Launches what else is to be compiled ahead.
+        self.launch_more: Callable[[FusedRunner], None] = lambda runner: None
         # Called with the position and the number of a chunk's tokens, after the chunk.
         self.after_chunk: Callable[[int, int], None] = lambda start, count: None
         self.short_chunks: tuple[int, ...] = ()
@@ -89,6 +91,7 @@ class Prompts(DecodeSteps):
                 draw_tokens(logits, rows)
                 if self.outbox:
                     self.outbox.post(rows.token)
+            self.launch_more(runner)
 
         compile_ahead(collect(launch), gpu_of(self.device))
 

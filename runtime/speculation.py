@@ -12,6 +12,7 @@ Up to four sequences may share a pass. It is as wide as the one with most drafts
 after their own drafts are padding.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,12 +20,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
 from ops.inductor import without_tuning
 from ops.step.draft_check import NO_DRAFT
 from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
+from runtime.fused_decode import FusedRunner, launch_pass
 from runtime.mtp import MIN_OF_HEAD, MTPDrafter
 from runtime.outbox import Outbox
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
@@ -124,6 +127,8 @@ class Speculation:
         self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
         self.results = Outbox(size, session.device) if session.outbox else None
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self.sizes: Sequence[int] = (1,)  # rows that passes may have
+        session.launch_more = partial(launch_passes, self)
         self.overlaps = session.captured
         self.in_flight: Callable[[], list[int]] | None = None  # waits for the token of a plain step
         self.read_at = 0.0  # when the last tokens were read
@@ -162,8 +167,7 @@ class Speculation:
         """One pass: run the first rows' last tokens and `count` drafts each, write `result`."""
         session, drafter, one = self.session, self.drafter, rows == 1
         state, _ = session.first_rows(rows)
-        drafts = (drafter.drafts if one else self.drafts[:rows])[:, :count]
-        tokens, positions, last = self.begin_pass(state, drafts)
+        tokens, positions, last = self.begin_pass(state, drafts_of(self, rows, count))
         # Eager code reads the part of the cache in use, as `Session.decode` does.
         as_chunk = one and not session.compiled
         span = Chunk(session.rows[:1], session.cached[0] + count + 1) if as_chunk else positions
@@ -337,3 +341,21 @@ class Speculation:
         for row in range(rows):
             self.session.cached[row] += 1
         return self.session.read_tokens()
+
+
+def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
+    """Return where a pass of the first rows has `count` drafts of each, [rows, count]."""
+    drafts = speculation.drafter.drafts if rows == 1 else speculation.drafts[:rows]
+    return drafts[:, :count]
+
+
+def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
+    """Launch the kernels of all passes, over nothing: `Prompts.launch_more`."""
+    session, q = speculation.session, speculation.drafter.q
+    for rows, count in itertools.product(speculation.sizes, range(1, speculation.count + 1)):
+        if count not in speculation.counts(rows):
+            continue
+        (state, _), drafts = session.first_rows(rows), drafts_of(speculation, rows, count)
+        for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
+            for reach in runner.reaches(count + 1, session.cache_len):
+                launch_pass(runner, state, drafts, given, speculation.result, reach)

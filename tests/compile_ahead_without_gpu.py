@@ -8,8 +8,8 @@ files that the launches themselves add to Triton's cache.
 
     python tests/compile_ahead_without_gpu.py late CASE LAYERS ...
 
-Prints JSON: by case, the kernels of a first token and of short prompts, of the first LAYERS layers,
-that are not compiled ahead, and the functions that Inductor compiles for them.
+Prints JSON: by case, the kernels of a first token, of short prompts and of passes with drafts, of
+the first LAYERS layers, that are not compiled ahead, and the functions that Inductor compiles.
 """
 
 import json
@@ -25,9 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
 from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
+from ops.step import draft_check
 from runtime.compile_ahead import compile_ahead
-from runtime.fused_decode import FusedRunner
-from tests.gpu_launches import become, ids, make_model, operators_launch, set_up
+from runtime.fused_decode import FusedRunner, launch_pass
+from runtime.verification import ACCEPT_STREAM
+from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
+
+PASSES = (1, 4), (2, 3)  # rows and drafts of each
 
 
 def files() -> int:
@@ -54,6 +58,10 @@ def ahead_of(runner: FusedRunner) -> list[str]:
         runner.launch_all(4, 1)
         for size in runner.short_chunks:
             runner.launch_all(1, size)
+        for rows, count in PASSES:
+            state, result = pass_state(runner.model, rows), ids(16)
+            for reach in runner.reaches(count + 1, 640):
+                launch_pass(runner, state, ids(rows, count), None, result, reach)
 
     return collect(launch)
 
@@ -81,6 +89,14 @@ def late(case: str, layers: int) -> list[str]:
                 reaches = runner.reaches(1, 640) if shape == (1, 1) else [None]
                 for runner.reach in reaches:
                     runner.model(ids(*shape), ids(*shape), ids(shape[0]), runner=runner)
+            for rows, count in PASSES:
+                state = pass_state(runner.model, rows)
+                reaches = runner.reaches(count + 1, 640)
+                for runner.reach in reaches:
+                    given = draft_check.begin_pass(state, ids(rows, count))
+                    logits = runner.model(*given, all_positions=True, runner=runner)
+                    check = logits.float(), given[0], given[2], None, ids(16), ACCEPT_STREAM
+                    draft_check.verify_pass(state, *check)
 
         tasks = [task for task in collect(run) if task not in known]
     return [*found, *(kernel_of(task).__name__ for task in tasks)]

@@ -158,12 +158,17 @@ def run_prompt(model: Transformer, found: Found, count: int) -> None:
         note(found, f"chunk of {count}, layer {number}", run)
 
 
+def pass_state(model: Transformer, rows: int) -> StepState:
+    """Return the state of sequences that begin a step or a pass."""
+    seen = fake_empty(rows, model.args.vocab_size, dtype=torch.bool)
+    controls = fake_empty(rows, 5, dtype=torch.float32)
+    return StepState(ids(rows, 1), ids(rows, 1), ids(rows), seen, controls, ids(rows))
+
+
 def run_pass(model: Transformer, found: Found, rows: int, drafts: int) -> None:
     """Run what a pass of several sequences has beside the model."""
-    V, size, numbers = model.args.vocab_size, (rows, 1), {"dtype": torch.float32}
-    seen, controls = fake_empty(rows, V, dtype=torch.bool), fake_empty(rows, 5, **numbers)
-    state = StepState(ids(*size), ids(*size), ids(rows), seen, controls, ids(rows))
-    logits, q = (fake_empty(rows, count, V, **numbers) for count in (drafts + 1, drafts))
+    state, V = pass_state(model, rows), model.args.vocab_size
+    logits, q = (fake_empty(rows, n, V, dtype=torch.float32) for n in (drafts + 1, drafts))
     result = ids(draft_check.MOST + 1)
 
     def run() -> None:

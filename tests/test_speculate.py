@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -457,6 +458,30 @@ def test_compiled_equals_eager_and_never_recompiles(make, plain, source):
 
 
 # The command --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "batch", "passes"),
+    (
+        ("lookup", 1, {(1, 3): [False]}),
+        ("twin", 1, {(1, 3): [False, True]}),
+        ("lookup", 4, {(1, 3): [False], (2, 3): [False], (4, 1): [False]}),
+    ),
+)
+def test_kernels_of_all_passes_are_compiled_with_those_of_steps(
+    make, source, batch, passes, monkeypatch
+):
+    """By rows and drafts, each with and without probabilities of its drafts, where it has some."""
+    speculation, found = make(source, 3, batch=batch), {}
+    speculation.sizes = [size for size in (1, 2, 4, 8) if size <= batch]
+
+    def note(runner, state, drafts, q, result, reach) -> None:
+        assert len(state.token) == len(drafts) and (q is None or q.shape[:2] == drafts.shape)
+        found.setdefault(tuple(drafts.shape), []).append(q is not None)
+
+    monkeypatch.setattr("runtime.speculation.launch_pass", note)
+    speculation.session.launch_more(SimpleNamespace(reaches=lambda queries, length: [None]))
+    assert found == passes
 
 
 @pytest.fixture(scope="module")
