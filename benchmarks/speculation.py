@@ -211,10 +211,10 @@ def measure_shape(name: str, options: argparse.Namespace, ceiling: float) -> dic
     session = open_session(args, options, torch.device("cuda"))
     head = f"{arch} {options.mode}, {args.n_layer} layers, {torch.cuda.get_device_name()}"
     print(f"\n{head}, {ceiling / 1e9:,.0f} GB/s", flush=True)
+    speculation = Speculation(session, max(1, *options.drafts))  # its kernels, with the session's
     list(session.stream(random_prompt(args, PROMPT_TOKENS), 4, GREEDY))
     steps = {count: step_seconds(session, count, options.repeats * 20) for count in options.tokens}
     print("\n".join(step_lines(steps, ceiling)), flush=True)
-    speculation = Speculation(session, max(1, *options.drafts))
     speculation.drafter = RandomDrafter(session, speculation.count)
     passes = {"lookup": measure_passes(speculation, options)}
     if head := random_head(session.model, options.mode):

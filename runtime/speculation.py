@@ -12,7 +12,6 @@ Up to four sequences may share a pass. It is as wide as the one with most drafts
 after their own drafts are padding.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -350,12 +349,15 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
 
 
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
-    """Launch the kernels of all passes, over nothing: `Prompts.launch_more`."""
+    """Launch the kernels of all passes, over nothing: `Prompts.launch_more`.
+
+    A lookup may find fewer drafts than it is asked for.
+    """
     session, q = speculation.session, speculation.drafter.q
-    for rows, count in itertools.product(speculation.sizes, range(1, speculation.count + 1)):
-        if count not in speculation.counts(rows):
-            continue
-        (state, _), drafts = session.first_rows(rows), drafts_of(speculation, rows, count)
-        for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
-            for reach in runner.reaches(count + 1, session.cache_len):
-                launch_pass(runner, state, drafts, given, speculation.result, reach)
+    for rows in speculation.sizes:
+        (state, _), most = session.first_rows(rows), speculation.counts(rows).stop
+        for drafts in (drafts_of(speculation, rows, count) for count in range(1, most)):
+            count = drafts.shape[1]
+            for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
+                for reach in runner.reaches(count + 1, session.cache_len):
+                    launch_pass(runner, state, drafts, given, speculation.result, reach)
