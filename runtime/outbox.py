@@ -48,7 +48,8 @@ class Outbox:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo what steps post within. On entry no step is in flight."""
+        """Undo what steps post within."""
+        torch.cuda.synchronize()  # a step in flight posts first
         slots, count = self.slots.clone(), self.count.clone()
         yield
         torch.cuda.synchronize()

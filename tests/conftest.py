@@ -846,6 +846,13 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def few_threads():
     """Run on one thread: for tests of many small tensors, which more threads slow down."""

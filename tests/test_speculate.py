@@ -77,13 +77,6 @@ def plain(make_family):
     return tokens
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 # Greedy -------------------------------------------------------------------------------------------
 
 
