@@ -110,8 +110,8 @@ def _find_best(
 
 
 # Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
-# of each group, which most keys are far below. crowded: set if a group's last key is among the
-# top_k.
+# of each group, which most keys are far below: then none of them is among the top_k. crowded: set
+# if a group's last key is.
 @jit(do_not_specialize=("each",))
 def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(1)
@@ -122,7 +122,7 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
-    if tl.min(tl.sum((first[None, :] > key[:, None]).to(tl.int32), 1), 0) < s.top:
+    if tl.min(tl.sum((first[None, :] > key[:, None]).to(tl.int32), 1), 0) < top_k:
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
         rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
@@ -263,6 +263,7 @@ def order_largest(
     """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
     logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
+    Keys after the first top_k may be missing.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
