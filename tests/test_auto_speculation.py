@@ -44,12 +44,6 @@ class AnyNumber(DraftControl):
         self.passes_made.extend(outcomes)
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def plain(make_family):
     """(family, ids, count) -> greedy tokens of plain decoding, with an empty cache."""

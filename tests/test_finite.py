@@ -180,12 +180,6 @@ def test_a_compiled_session_stops(model):
 # Speculation --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 @pytest.mark.parametrize("compile", (False, True))
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
 def test_speculation_stops(no_compiler, model, sampling, compile):

@@ -335,13 +335,6 @@ def fresh_answer(sizes: IndexSizes, ids: list[int], count: int, **options) -> li
     return answer
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Sessions take their compiled paths, with functions that are not compiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 @pytest.mark.parametrize("cache_class", (KVCache, Int8KVCache))
 def test_decoding(sizes, cache_class):
     ids, options = prompt(50), dict(cache_class=cache_class)

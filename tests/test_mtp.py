@@ -271,13 +271,6 @@ def test_drafts_are_those_of_transformers(name, make_headed, monkeypatch):
 # Text ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Sessions take their compiled paths (tensor positions, static shapes, warm-up), uncompiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("draft_ids", ((), range(1, 160, 3)), ids=("all ids", "some ids"))

@@ -38,13 +38,6 @@ SAMPLED = Sampling(temperature=0.5, top_k=3, seed=2)
 pytestmark = pytest.mark.usefixtures("few_threads")
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Sessions take their compiled paths, uncompiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 def check(found: dict, greedy: bool) -> None:
     """Check the results of `drive`."""
     assert found["checked"] and found["error"] < 1e-4, found

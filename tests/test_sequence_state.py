@@ -130,13 +130,6 @@ def open_session(kind: str, **options) -> Session:
     return Session(model, 128, SessionOptions(cache_class=KINDS[kind], **options))
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Sessions take their compiled paths, with functions that are not compiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
-
-
 def prompt(length: int, seed: int = 1) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(64, (length,), generator=generator).tolist()
