@@ -366,7 +366,7 @@ def most_ready(speculation: Speculation, rows: int, candidates: int) -> int:
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
     """Launch the kernels of all passes, over nothing: `Prompts.launch_more`.
 
-    A lookup may find fewer drafts than it is asked for.
+    A lookup may find fewer drafts than a pass may have.
     """
     session, q = speculation.session, speculation.drafter.q
     for rows in speculation.sizes:
