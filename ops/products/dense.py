@@ -277,8 +277,8 @@ def dense_product(
 
     activation: of all but the residual, which is its gate; up is 1.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
-    be parts of longer ones. early: the next kernel starts at once, and x is loaded before the wait,
-    too, so that the product runs beside the previous kernel. tiles: of several tokens `FewTiles`.
+    be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
+    the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
     None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot

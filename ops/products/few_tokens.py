@@ -35,14 +35,13 @@ class DenseSettings(FewSettings):
     scale: float
     activation: Activation | None = None  # `up` is 1
     gated: bool = False
-    early: bool = False  # the product waits at its end: x is an earlier kernel's result
+    early: bool = False  # the next kernel starts at once
 
 
 # Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
 #
 # The result is scale * (product + bias), activated if so declared, + residual. All but x is loaded
-# before the wait. With `early` x is the result of the kernel before the previous one: the product
-# waits at its end.
+# before the wait.
 @jit
 def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
@@ -66,11 +65,7 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     if bias is not None:
         biases = tl.load(bias + rows, mask=rows < OUT, other=0.0).to(tl.float32)
     row_scales = load_row_scales(weights, 0, rows, rows < OUT, s)
-    if s.early:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-    else:
-        await_previous(PDL)
+    await_previous(PDL, s.early)
     for d in tl.static_range(s.x_depth):
         xs = xs + (load_fields(x, None, d, d == s.steps - 1, s),)
     totals = multiply_steps(x, None, weights, row, (tiles, xs), s)
@@ -83,8 +78,6 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
         result = activate(result, 1.0, s.activation)
     if residual is not None:
         result += add
-    if PDL and s.early:
-        tl.extra.cuda.gdc_wait()
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
@@ -251,7 +244,7 @@ def down_few(
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
     x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of all
-    but the residual, which is its gate; up is 1. early: as of `dense_product`.
+    but the residual, which is its gate; up is 1. early: let the next kernel start at once.
 
     Raises ValueError for more tokens than those of a program that are no multiple of these.
     """
@@ -261,7 +254,6 @@ def down_few(
         raise ValueError(f"no kernel for {len(x)} tokens")
     fixed = settings_of(weight, tiles, tokens)
     fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale)
-    early = early and not weight.word_scaled  # else the previous kernel writes x
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
