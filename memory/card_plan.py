@@ -188,7 +188,8 @@ def setup_of(options: argparse.Namespace, source) -> Setup:
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     drafts = drafter or options.speculate not in (None, "off")
     batch = 1 if drafts or options.interactive else min(options.num_samples, options.batch_size)
-    return generation_setup(options, source, drafter, length, batch, length)
+    setup = generation_setup(options, source, drafter, length, batch, length)
+    return replace(setup, longest=None)  # a prompt may fill any context that is tried
 
 
 def is_open(options: argparse.Namespace) -> bool:

@@ -222,6 +222,18 @@ def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_direct
                 assert out == "" and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("argv", (("--max_seq_len", "16"), ("--prefill_chunk", "100000")))
+def test_a_longer_context_that_is_offered_fits(argv):
+    argv = "--model", "a/GLM-4.7-Flash:int8", "--dry_run", "--gpu", "L4", *argv
+    model = source("GLM-4.7-Flash", "int8", layers=2)
+    options, where = parse("generate", *argv), place(3.5)
+    found = card_plan.plan_setup(options, where, setup_of(options, model)).lines()[1]
+    offered = re.search(r"--max_seq_len (\d+) fits", found)[1]
+    options = parse("generate", *argv, "--max_seq_len", offered)
+    again = card_plan.plan_setup(options, where, setup_of(options, model)).lines()[1]
+    assert again == found.partition(";")[0] + f"; context of {int(offered):,} tokens"
+
+
 def test_a_draft_model_takes_its_part_of_the_plan(directory):
     argv = "--dry_run", "--gpu", "T4", "--draft_checkpoint_path", str(directory)
     weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
