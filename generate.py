@@ -309,7 +309,13 @@ def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int
 
 def print_plan(options: argparse.Namespace, device: torch.device) -> None:
     """Print what --dry_run asks for."""
-    lines = dry_run(options, device, lambda: find_source(options))
+
+    def find():
+        source, path = find_source(options), vars(options).get("draft_checkpoint_path")
+        check_speculation(options, source, path and open_source(path))
+        return source
+
+    lines = dry_run(options, device, find)
     if process_group.is_main():
         print("\n".join(lines), flush=True)
 

@@ -9,7 +9,6 @@ import argparse
 import logging
 import socket
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from cli.before_imports import create_context, hash_ahead, keep_bytecode
 from cli.command import command
 from cli.compile_helper import start_before_imports
 from cli.log import log_to_stderr
-from cli.options import choose_compile
-from cli.serve_options import DEFAULT_BATCH, build_parser, check_options
+from cli.options import check_length, choose_compile
+from cli.serve_options import build_parser, check_options, default_batch
 from cli.startup import check_arguments
 from hub.manage import read_model_ahead
 
@@ -41,7 +40,7 @@ from generate import (
     speculate,
 )
 from memory.card_plan import choose_format, settle
-from memory.commands import plan_server, server_setup, uses_head
+from memory.commands import plan_server, server_setup
 from models import args_of_checkpoint
 from parallel import process_group
 from parallel.heartbeat import fail
@@ -114,22 +113,14 @@ def load(
     checkpoint = open_model(options, device)
     begin_compiling(options, checkpoint, device)
     options.weights_format = checkpoint.format["name"]
-    max_position = args_of_checkpoint(checkpoint).max_position
-    if (options.max_seq_len or 0) > max_position:
-        raise ValueError(
-            f"--max_seq_len {options.max_seq_len}: the model was made for {max_position} positions"
-        )
+    check_length(options, args_of_checkpoint(checkpoint).max_position)
     process_group.check_agreement(vars(options) | {"api_key": None}, checkpoint)
     given = options.max_batch
-    if given is None:
-        is_single = options.offload or options.speculate == "mtp"
-        options.max_batch = 1 if is_single else DEFAULT_BATCH[device.type]
+    options.max_batch = default_batch(options, device.type)
     check_clocks(options.speculate)
     check_speculation(options, checkpoint)
     settle(options, device, server_setup(options, checkpoint, given or 1))
     capacity = plan_server(options, checkpoint, device, given or 1)
-    if uses_head(options, checkpoint):  # a head knows one text
-        capacity = replace(capacity, rows=1)
     options.max_batch = min(options.max_batch, capacity.rows)
     if process_group.is_main():
         log.info(capacity.describe(options.max_batch))

@@ -16,6 +16,7 @@ from cli.options import (
     check_checkpoint_path,
     check_counts,
     check_dry_run,
+    check_length,
     check_model_options,
     model_name,
 )
@@ -161,6 +162,9 @@ def check_options(options: argparse.Namespace) -> None:
     if options.save_routing and drafts:
         why = "--save_routing needs plain steps, one token each"
         raise ValueError(f"{why}: leave the options of speculative decoding out")
+    for name in ("dry_run", "prepare_only"):
+        if options.json and getattr(options, name):
+            raise ValueError(f"--json is about an answer, and --{name} has none: leave it out")
     for name in ("prompt", "prompts_file", "json", "save_routing"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
@@ -214,9 +218,7 @@ def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -
     """
     given = options.max_seq_len
     limit, owner = given or max_position, "--max_seq_len" if given else "the model's"
-    if limit > max_position:
-        why = f"the model was made for {max_position} positions at most"
-        raise ValueError(f"--max_seq_len {limit}: {why}")
+    check_length(options, max_position)
     if options.interactive:
         options.max_new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
         return min(limit, given or DEFAULT_CHAT_LENGTH)

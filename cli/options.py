@@ -220,6 +220,13 @@ def check_counts(
             raise ValueError(f"--{name} {str(value)[:40]}: it must be at most {most}")
 
 
+def check_length(options: argparse.Namespace, max_position: int) -> None:
+    """Raise ValueError for a --max_seq_len above the model's limit."""
+    if options.max_seq_len and options.max_seq_len > max_position:
+        why = f"the model was made for {max_position} positions at most"
+        raise ValueError(f"--max_seq_len {options.max_seq_len}: {why}")
+
+
 def check_model_options(options: argparse.Namespace) -> None:
     """Raise ValueError for model options that are invalid or exclude each other."""
     check_counts(options, "prefill_chunk")

@@ -76,6 +76,12 @@ def build_parser() -> Parser:
     return parser
 
 
+def default_batch(options: argparse.Namespace, device: str) -> int:
+    """Return --max_batch, or what it is if it is not given. device: "cuda" or "cpu"."""
+    is_single = options.offload or options.speculate == "mtp"
+    return options.max_batch or (1 if is_single else DEFAULT_BATCH[device])
+
+
 def check_options(options: argparse.Namespace) -> None:
     """Check options, and read $MOE_FAST_API_KEY.
 

@@ -13,8 +13,11 @@ import torch
 
 from cli.free_memory import free_host_memory
 from cli.model_name import PLAIN, parse_model_name
-from cli.options import DEFAULT_CHAT_LENGTH
-from cli.serve_options import DEFAULT_BATCH
+from cli.options import DEFAULT_CHAT_LENGTH, check_length
+from cli.report import in_bytes, in_tokens
+from cli.serve_options import default_batch
+from formats.quantizer import DTYPES
+from gguf_files.opening import open_source
 from memory.advice import largest, size_text
 from memory.cards import HOST, Card, card_here, card_of_name, layer_seconds, token_seconds
 from memory.choice import Choice, Freedom, capacity_of, choose
@@ -52,38 +55,40 @@ class Plan(NamedTuple):
 
     @property
     def format(self) -> str:
-        return self.choice.setup.sizes.format["name"]
+        return format_of(self.choice.setup.sizes)
 
     @property
     def where(self) -> str:
         """Where the weights are."""
         sizes = self.choice.setup.sizes
-        beside = f"; a table in host memory, {sizes.tables / GB:.1f} GB" if sizes.tables else ""
+        beside = f"; a table in host memory, {in_gb(sizes.tables)}" if sizes.tables else ""
         if self.experts is None:
-            return f"{sizes.weights / GB:.1f} GB of weights on the GPU{beside}"
-        held, experts = self.experts.nbytes / GB, self.experts.experts
+            return f"{in_gb(sizes.weights)} of weights on the GPU{beside}"
+        held, experts = in_gb(self.experts.nbytes), self.experts.experts
         return (
             f"--offload, {self.experts.slots} of {experts.n_local} experts a layer and the other "
-            f"weights on the GPU, {held:.1f} GB; all experts in host memory, "
-            f"{experts.host_bytes / GB:.1f} GB{beside}"
+            f"weights on the GPU, {held}; all experts in host memory, "
+            f"{in_gb(experts.host_bytes)}{beside}"
         )
 
     def lines(self, compiled: bool = True) -> list[str]:
         """Return the plan in three lines."""
         card, setup = self.place.card, self.choice.setup
-        free = f"{(self.place.memory.gpu or 0) / GB:.1f} GB{' free' if self.place.is_here else ''}"
+        free = in_gb(self.place.memory.gpu or 0) + " free" * self.place.is_here
         first = f"plan: {card.name}, {free}: {self.name} in {self.format}"
         if self.choice.mode:
-            whole = self.published.weights / GB
-            first += f" ({whole:.1f} GB in {self.published.format['name']})"
-        context = f"context of {self.choice.capacity.length:,} tokens"
+            whole = in_gb(self.published.weights)
+            first += f" ({whole} in {format_of(self.published)})"
+        context = f"context of {in_tokens(self.choice.capacity.length)}"
+        if setup.max_batch is None and setup.batch > 1:
+            context += f", {setup.batch} sequences"
         if setup.max_batch is not None:
             rows = self.choice.capacity.rows
             context += f", {rows} conversation{'s' * (rows > 1)}"
         elif more := longest_context(self.choice, self.place.memory):
             context += f" (--max_seq_len {more} fits)"
-        speed = self.speed() if compiled else "eager: no speed is predicted"
-        return [first, f"plan: {self.where}; {context}", f"plan: {self.kernels}; {speed}"]
+        how = f"{self.kernels}; {self.speed()}" if compiled else "eager: no speed is predicted"
+        return [first, f"plan: {self.where}; {context}", f"plan: {how}"]
 
     @property
     def kernels(self) -> str:
@@ -103,11 +108,28 @@ class Plan(NamedTuple):
         return f"about {rounded} tokens/s, predicted from {cause}, not measured"
 
 
-def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> Plan:
-    """Return the plan of a choice. name: of the model. published: its sizes as it is."""
+def format_of(sizes: ModelSizes) -> str:
+    """Return the name of a model's format; of one without packed weights its --dtype."""
+    if "modules" in sizes.format:
+        return sizes.format["name"]
+    return next(name for name, dtype in DTYPES.items() if dtype == sizes.dtype)
+
+
+def in_gb(count: int) -> str:
+    """Return a number of bytes in GB with one decimal, or a small one as `in_bytes` does."""
+    return f"{count / GB:.1f} GB" if count >= GB else in_bytes(count)
+
+
+def plan_of(
+    name: str, place: Place, choice: Choice, published: ModelSizes, kernels: str = "auto"
+) -> Plan:
+    """Return the plan of a choice.
+
+    name: of the model. published: its sizes as it is. kernels: as --decode_kernels says.
+    """
     setup, sizes = choice.setup, choice.setup.sizes
     model, card, fused = sizes.typed_model, place.card, 0
-    if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
+    if card.gpu.runs_kernels and sizes.dtype.itemsize == 2 and kernels != "inductor":
         fused = count_fused(model)
     experts, copied = None, 0
     if setup.offload:
@@ -152,13 +174,22 @@ def place_of(options: argparse.Namespace, device: torch.device) -> Place | None:
 
 
 def setup_of(options: argparse.Namespace, source) -> Setup:
-    """Return what decides a session's memory before its prompts are known: that of a chat."""
-    if hasattr(options, "max_batch"):
-        setup = server_setup(options, source, options.max_batch or 1)
-        return replace(setup, max_batch=options.max_batch or DEFAULT_BATCH["cuda"])
+    """Return what decides a session's memory before its prompts are known: that of a chat.
+
+    Raises ValueError for a --max_seq_len above the model's limit, or a draft model that is none.
+    """
     limit = args_of_checkpoint(source).max_position
+    check_length(options, limit)
+    if hasattr(options, "max_batch"):
+        answers = {"max_batch": default_batch(options, "cuda")}
+        options, given = argparse.Namespace(**vars(options) | answers), options.max_batch
+        return server_setup(options, source, given or 1)
     length = min(limit, options.max_seq_len or DEFAULT_CHAT_LENGTH)
-    return generation_setup(options, source, None, length, 1, length)
+    drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
+    drafts = drafter or options.speculate not in (None, "off")
+    batch = 1 if drafts or options.interactive else min(options.num_samples, options.batch_size)
+    setup = generation_setup(options, source, drafter, length, batch, length)
+    return replace(setup, longest=None)  # a prompt may fill any context that is tried
 
 
 def is_open(options: argparse.Namespace) -> bool:
@@ -206,7 +237,7 @@ def settle(options: argparse.Namespace, device: torch.device, setup: Setup) -> i
     if choice.setup.max_batch is not None and choice.offload:
         options.max_batch, options.max_seq_len = 1, choice.setup.length
     if process_group.is_main():
-        plan = plan_of(name_of(options), place, choice, setup.sizes)
+        plan = plan_of(name_of(options), place, choice, setup.sizes, options.decode_kernels)
         for line in plan.lines(options.compile):
             log.info(line)
     return choice.setup.length
@@ -231,12 +262,15 @@ def plan_setup(options: argparse.Namespace, place: Place, setup: Setup) -> Plan:
     name = name_of(options)
     choice = choose(setup, place.memory, freedom(options, setup, is_open(options)))
     if choice is None:
+        limiting = "max_seq_len", "gpu_memory", "gpu_experts", "max_batch", "draft_checkpoint_path"
+        given = [f"--{name}" for name in limiting if vars(options).get(name)]
+        others = f", or another {' and '.join(given)}" if given else ""
         raise ValueError(
-            f"{name}: no plan fits {place.card.name} with {(place.memory.gpu or 0) / GB:.1f} GB "
-            f"and {place.memory.host / GB:.1f} GB of host memory: its weights take "
-            f"{setup.sizes.weights / GB:.1f} GB as published; name a larger card"
+            f"{name}: no plan fits {place.card.name} with {in_gb(place.memory.gpu or 0)} "
+            f"and {in_gb(place.memory.host)} of host memory: its weights take "
+            f"{in_gb(setup.sizes.weights)} as published; name a larger card{others}"
         )
-    return plan_of(name, place, choice, setup.sizes)
+    return plan_of(name, place, choice, setup.sizes, options.decode_kernels)
 
 
 def name_of(options: argparse.Namespace) -> str:

@@ -124,7 +124,7 @@ class Setup:
     offload: OffloadSettings | None = None  # its reserve is not read
     max_batch: int | None = None  # --max_batch of a server; None: no server
     mapped: bool = False  # on the CPU: weights are read from the disk's cache when first used
-    extra: int = 0  # bytes of a draft model and its cache
+    extra: int = 0  # bytes of a draft model and its cache; of a server those of a head
     longest: int | None = None  # tokens of the longest prompt, if it is known
 
     @property
@@ -184,7 +184,8 @@ def fit(setup: Setup, memory: Memory) -> Capacity:
                 "the weights",
                 "lower it, or --max_seq_len",
             )
-        return found
+        # A head drafts for a server, and knows one text.
+        return replace(found, rows=1, nbytes=found.nbytes // found.rows) if setup.extra else found
     need = reserve(setup, setup.longest)
     if need > left:
         several = "1 sequence" if setup.batch == 1 else f"{setup.batch:,} sequences"

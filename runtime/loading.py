@@ -134,7 +134,7 @@ def load_head(
     checkpoint without a head.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
-    dtype = dtype or target.norm.weight.dtype
+    dtype = dtype or target.embedding.weight.dtype  # a norm may be in fp32
     return load_model(head_source(source), target.norm.weight.device, dtype, parallel, share=target)
 
 

@@ -105,7 +105,7 @@ class DecodeSteps(SessionRows):
         """Return how many tokens of a prompt run at once, beside the weights and the cache."""
         if not self.prefill_runner.runs_long_chunks:
             return PREFILL_CHUNK
-        dtype = self.model.norm.weight.dtype
+        dtype = self.model.embedding.weight.dtype  # a norm may be in fp32
         return choose_chunk(self.model.args, dtype, free_gpu_memory(self.device))
 
     def make_watched(self) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,6 +179,65 @@ def test_a_users_mistake_is_one_line(module, argv, message, monkeypatch, capsys,
     assert run_main(module, monkeypatch, *argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def planned_lines(monkeypatch, capsys, *argv: str, module=generate) -> list[str]:
+    """Return the plan for an H100."""
+    assert run_main(module, monkeypatch, "--dry_run", "--gpu", "H100", *argv) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_directory):
+    lines = partial(planned_lines, monkeypatch, capsys)
+    assert lines("--eager")[2] == "plan: eager: no speed is predicted"
+    kernels = lines("--compile", "--decode_kernels", "inductor")[2]
+    assert kernels.startswith("plan: Inductor's kernels; about ")
+    assert "fused kernels in 8 of 8" in lines()[2]
+    first, weights, _ = lines("--dtype", "fp32")
+    assert first.endswith("the embedded model in fp32") and "35.7 MB of weights" in weights
+    assert "17.9 MB of weights" in lines()[1]
+    assert lines("--num_samples", "9", "--batch_size", "4")[1].endswith("tokens, 4 sequences")
+    headed = "--checkpoint_path", str(hybrid_directory)
+    server = partial(lines, *headed, module=serve)
+    assert server("--speculate", "mtp")[1].endswith(", 1 conversation")
+    assert server("--speculate", "auto", "--max_batch", "1")[1].endswith(", 1 conversation")
+    assert server()[1].endswith(", 16 conversations")
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_directory, tmp_path):
+    headed = "--checkpoint_path", str(hybrid_directory)
+    for argv, message in (
+        (("--max_seq_len", "9999"), "9999: the model was made for 4096 positions at most"),
+        (("--speculate", "lookup", "--draft_tokens", "99"), "it must be from 1 to 15"),
+        ((*headed, "--speculate", "mtp", "--draft_tokens", "8"), "drafts 1 to 7"),
+        (("--speculate", "mtp"), "has no head for multi-token prediction"),
+        (("--draft_checkpoint_path", str(tmp_path / "none")), "is not a directory"),
+        (("--json",), "--json is about an answer, and --dry_run has none"),
+        (("--offload", "--gpu_memory", "1MB"), "name a larger card, or another --gpu_memory"),
+    ):
+        for module in (generate, serve):
+            if module is generate or not {"--json", "--draft_checkpoint_path"} & set(argv):
+                assert run_main(module, monkeypatch, "--dry_run", "--gpu", "H100", *argv) == 2
+                out, err = capsys.readouterr()
+                assert out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", (("--max_seq_len", "16"), ("--prefill_chunk", "100000")))
+def test_a_longer_context_that_is_offered_fits(argv):
+    argv = "--model", "a/GLM-4.7-Flash:int8", "--dry_run", "--gpu", "L4", *argv
+    model = source("GLM-4.7-Flash", "int8", layers=2)
+    options, where = parse("generate", *argv), place(3.5)
+    found = card_plan.plan_setup(options, where, setup_of(options, model)).lines()[1]
+    offered = re.search(r"--max_seq_len (\d+) fits", found)[1]
+    options = parse("generate", *argv, "--max_seq_len", offered)
+    again = card_plan.plan_setup(options, where, setup_of(options, model)).lines()[1]
+    assert again == found.partition(";")[0] + f"; context of {int(offered):,} tokens"
+
+
+def test_a_draft_model_takes_its_part_of_the_plan(directory):
+    argv = "--dry_run", "--gpu", "T4", "--draft_checkpoint_path", str(directory)
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert setup_of(parse("generate", *argv), source("Qwen3-30B-A3B")).extra > weights
 
 
 def put_on_hub(hub, directory: Path) -> None:

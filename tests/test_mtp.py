@@ -36,6 +36,7 @@ from models.converter import convert
 from models.family import APART, ONE_MORE_LAYER
 from models.random_weights import RandomWeights, number_format
 from ops.plain.pending import MAX_SNAPSHOTS
+from runtime import session_steps
 from runtime.draft_vocab import DRAFT_VOCAB, part_of_head
 from runtime.fused_head import fused_head
 from runtime.fused_layer import fused_layers
@@ -762,3 +763,24 @@ def test_mistakes_are_refused_before_weights_are_read(hybrid_directory, make_fam
         code, out, errors = run_command("--checkpoint_path", str(directory), *options)
         tmp.unlink()
         assert code == 2 and out == "" and errors.startswith(message) and errors.count("\n") == 1
+
+
+def test_a_head_has_the_stored_dtype_of_its_model(hybrid_directory):
+    """Norms of Qwen3.5 are in fp32 beside weights in bf16."""
+    model = load_model(hybrid_directory, "cpu")
+    head = load_head(hybrid_directory, model)
+    assert model.norm.weight.dtype == torch.float32
+    assert head.fc.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
+    speculation = Speculation(Session(model, 64), 3, head=head)
+    found = list(speculation.stream([1, 5, 9], 12, GREEDY))
+    assert len(found) == 12 and speculation.statistics()["drafted"] > 0
+
+
+def test_long_chunks_count_activations_in_the_models_dtype(hybrid_directory, monkeypatch):
+    """A norm in fp32 says nothing of them."""
+    asked = []
+    monkeypatch.setattr(session_steps.EagerRunner, "runs_long_chunks", True)
+    monkeypatch.setattr(session_steps, "free_gpu_memory", lambda device: 0)
+    monkeypatch.setattr(session_steps, "choose_chunk", lambda *given: asked.append(given) or 2048)
+    Session(load_model(hybrid_directory, "cpu"), 64)
+    assert [dtype for _, dtype, _ in asked] == [torch.bfloat16]
