@@ -103,9 +103,14 @@ class Prompts(DecodeSteps):
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
         for size in self.short_chunks:
+            numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
             with without_tuning():
-                for _ in range(2):  # a GraphCache captures the second call
-                    self.run_short_chunk([0] * size, -1, self.cache_len - size)
+                for _ in range(2):
+                    with self.runner.warming_up():
+                        self.run_short_numbers(numbers)
+                if self.captures_short(size):
+                    key = size, None, self.watch
+                    self.graphs.prepare(key, self.run_short_numbers, numbers)
 
     def start_row(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
@@ -241,22 +246,34 @@ class Prompts(DecodeSteps):
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
-        last: the index of the last real token, -1 if none is. Padding repeats the last token, at
-        the positions after it: most of it chooses the same experts, and its keys and values are
-        overwritten before they are read. All numbers are one tensor: the GPU waits for each copy.
+        last: the index of the last real token, -1 if none is.
+        """
+        size, numbers = self.short_chunk(len(part)), self.short_numbers(part, last, start)
+        if not self.captures_short(size):
+            return self.run_short_numbers(numbers)
+        return self.graphs((size, None, self.watch), self.run_short_numbers, numbers)
+
+    def captures_short(self, size: int) -> bool:
+        """Whether short chunks of this size are captured."""
+        return self.graphs is not None and self.runner.can_capture(size)
+
+    def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
+        """Return a short chunk's tokens and positions, then `last`, on the device [1, 2 size + 1].
+
+        Padding repeats the last token, at the positions after it: most of it chooses the same
+        experts, and its keys and values are overwritten before they are read. All numbers are one
+        tensor: the GPU waits for each copy.
         """
         size = self.short_chunk(len(part))
-
-        def run(numbers: Tensor) -> tuple[Tensor, ...]:
-            tokens, positions, last = numbers.split([size, size, 1], dim=1)
-            return self.run_model(tokens, positions, last[0], self.runner)
-
         padded = [*part, *[part[-1]] * (size - len(part))]
         numbers = torch.tensor([[*padded, *range(start, start + size), last]])
-        numbers = send(numbers, self.device)
-        if self.graphs is None or not self.runner.can_capture(size):
-            return run(numbers)
-        return self.graphs((size, None, self.watch), run, numbers)
+        return send(numbers, self.device)
+
+    def run_short_numbers(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """`run_model` on a short chunk. numbers: as of `short_numbers`."""
+        size = numbers.shape[1] // 2
+        tokens, positions, last = numbers.split([size, size, 1], dim=1)
+        return self.run_model(tokens, positions, last[0], self.runner)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

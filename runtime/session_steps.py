@@ -244,7 +244,8 @@ class DecodeSteps(SessionRows):
                 for _ in range(2):
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
-                    run()
+                    with self.runner.warming_up():
+                        run()
                 copy_all(kept, self.state)
             if self.captured:
                 torch.cuda.synchronize()
