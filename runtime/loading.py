@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
+from cli import upload_ahead
 from cli.report import in_bytes, in_seconds
 from formats import FORMATS
 from formats.packed import Packed, stays_in_host_memory, weight_bytes
@@ -66,13 +68,15 @@ def load_model(
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
     shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model
+    if experts:
+        upload_ahead.close()
     if device.type == "cuda" and not experts:
         check_weights_fit(model, dtype or stored_dtype(source), device, share is not None)
     if share:
         model.embedding, model.head = share.embedding, share.head
     loader = WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
-    with loader.progress, pinned_uploads(device):
+    with closing(upload_ahead), loader.progress, pinned_uploads(device):
         if experts:
             plain = dtype or stored_dtype(source)
             plan = experts.apply(model, device, plain, loader.read)
