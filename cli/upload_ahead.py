@@ -6,8 +6,8 @@
     close            free them
 
 Threads read a file into pinned buffers, and copy those into memory of the driver. Later
-`checkpoint.SafetensorsFile.read` copies each tensor from there, after the usual checks. None of this
-is necessary: a file that is not on the GPU is read as without it.
+`checkpoint.SafetensorsFile.read` copies each tensor from there, after the usual checks. It is not
+necessary: a file that is not on the GPU is read as without it.
 """
 
 import ctypes
