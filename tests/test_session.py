@@ -529,6 +529,11 @@ def test_a_repeated_call_is_captured(monkeypatch):
     assert log[3].tolist() == x[2].tolist()  # the captured call reads the tensors of the last one
     cache("a", double, x[3])
     assert found[1][0].data_ptr() != cache("a", double, x[3])[0].data_ptr()
+    log.clear()
+    cache.prepare("b", double, x[1])
+    assert log[0] == "capture" and log[1].tolist() == [1, 1]
+    cache("b", double, x[2])
+    assert log[2:] == ["replay"] and log[1].tolist() == [2, 2]
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
