@@ -225,16 +225,16 @@ class SafetensorsFile:
         return tensor.contiguous().to(device)
 
     def _read_uploaded(self, name: str, device: torch.device) -> Tensor | None:
-        """Return a copy of a tensor from the file's copy on the GPU; None: there is none."""
+        """Return a tensor of the file's copy on the GPU; None: there is none."""
         shape, dtype = self.tensors[name]
         size, is_first = nbytes_of(shape, dtype), device.type == "cuda" and not device.index
-        file = upload_ahead.uploaded(self._stamp) if is_first and size else None
-        if file is None:
+        given = self._stamp, self._begins[name], size
+        found = upload_ahead.take(*given) if is_first and size else None
+        if found is None:
             return None
-        part = torch.as_tensor(file.part(self._begins[name], size), device=device)
-        tensor = part.clone().view(dtype).view(shape)
-        upload_ahead.take(file, size)
-        return tensor
+        part, is_own = found
+        tensor = torch.as_tensor(part, device=device)
+        return (tensor if is_own else tensor.clone()).view(dtype).view(shape)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

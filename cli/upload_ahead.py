@@ -1,19 +1,21 @@
 """Copy a model's files to the GPU before torch is imported: imports leave it and most cores idle.
 
     start            begin the copies, in threads
-    uploaded         a file that is on the GPU
+    take             bytes of a file that is on the GPU
     staged_bytes     what the copies take of the GPU's memory
-    close            free them
+    close            free what was not taken
 
-Threads read a file into pinned buffers, and copy those into memory of the driver. Later
-`checkpoint.SafetensorsFile.read` copies each tensor from there, after the usual checks. It is not
-necessary: a file that is not on the GPU is read as without it.
+Threads read a file into pinned buffers, and copy those into memory of the driver, where each large
+tensor has its own. `checkpoint.SafetensorsFile.read` then takes that, after the usual checks. None
+of it is necessary: a file that is not on the GPU is read as ever.
 """
 
 import ctypes
+import json
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,8 +25,10 @@ from cli.files import Stamp, stamp
 
 PIECE = 32 << 20  # bytes of a buffer; each piece needs Python's lock twice
 WORKERS = 8  # threads; one core reads 5 to 10 GB/s from the page cache
-SPARE = 2 << 30  # bytes of the GPU's memory that the copies leave: tensors are copied once more
+SPARE = 2 << 30  # bytes of the GPU's memory that the copies leave
 SWITCH_SECONDS = 5e-4  # after which an import gives Python's lock away; Python's 5 ms are a piece
+LEAST = 1 << 20  # bytes of a tensor with memory of its own; the driver gives 2 MB at least
+MAX_HEADER = 100 << 20  # bytes; the library takes no more
 PORTABLE = 1  # flag of cuMemHostAlloc
 FUNCTIONS = (
     "cuInit",
@@ -91,29 +95,73 @@ class Driver:
         self.call("cuMemcpyHtoD_v2", *given)
 
 
-class Part:
-    """Bytes of the GPU, as PyTorch takes memory of others."""
+class Block:
+    """Memory of the GPU for bytes of a file, and of that what has to be kept while it is used."""
 
-    def __init__(self, address: int, size: int):
-        data = address, False  # False: it may be written
+    def __init__(self, begin: int, size: int, address: int, driver: Driver):
+        self.begin, self.size, self.address = begin, size, address
+        # The driver waits for work of the GPU that reads the memory.
+        free = weakref.finalize(self, free_memory, driver, address)
+        free.atexit = False  # the process's end frees it anyway
+
+
+def free_memory(driver: Driver, address: int) -> None:
+    taken.pop(address, None)
+    with suppress(OSError):
+        driver.free(address)
+
+
+class Part:
+    """Bytes of a block, as PyTorch takes memory of others. Whoever uses them keeps this."""
+
+    def __init__(self, block: Block, begin: int, size: int):
+        self.block = block
+        data = block.address + begin - block.begin, False  # False: it may be written
         self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=data, version=3)
 
 
 class StagedFile:
-    """A file and its copy on the GPU.
-
-    left: bytes of tensors that were not taken yet, once it is `done`.
-    """
+    """A safetensors file and its copy on the GPU: blocks by their first byte in the file."""
 
     def __init__(self, path: Path, stamp: Stamp):
-        self.path, self.stamp, self.size = path, stamp, stamp[0]
-        self.address: int | None = None
-        self.done, self.is_complete, self.left = threading.Event(), False, 0
+        self.path, self.stamp = path, stamp
+        self.blocks: dict[int, Block] = {}
+        self.done, self.is_complete = threading.Event(), False
 
-    def part(self, begin: int, size: int) -> Part:
-        """Return bytes of the file."""
-        assert self.address is not None
-        return Part(self.address + begin, size)
+    def take(self, begin: int, size: int) -> tuple[Part, bool] | None:
+        """Return bytes of the file, and whether they are a block, which is then the caller's.
+
+        None: they were taken before.
+        """
+        holds = (each for each in self.blocks.values() if 0 <= begin - each.begin < each.size)
+        if (block := next(holds, None)) is None:
+            return None
+        is_own = (block.begin, block.size) == (begin, size)
+        if is_own:
+            taken[block.address] = self.blocks.pop(begin).size
+        return Part(block, begin, size), is_own
+
+
+def divide(path: Path) -> list[tuple[int, int]]:
+    """Return begin and size of a safetensors file's blocks: large tensors, runs of small ones.
+
+    Raises ValueError, or others, for a damaged file.
+    """
+    with open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > MAX_HEADER:
+            raise ValueError(f"{path}: {length} bytes of header")
+        header = json.loads(stream.read(length))
+    entries = (entry for name, entry in header.items() if name != "__metadata__")
+    blocks: list[tuple[int, int]] = []
+    for begin, end in sorted(entry["data_offsets"] for entry in entries):
+        at, size = 8 + length + begin, end - begin
+        if blocks and max(size, blocks[-1][1]) < LEAST and sum(blocks[-1]) == at:
+            at, before = blocks.pop()
+            size += before
+        if size:
+            blocks.append((at, size))
+    return blocks
 
 
 class Staging:
@@ -123,7 +171,7 @@ class Staging:
         self.driver = driver
         found = [StagedFile(path, stamp(path.stat())) for path in paths]
         # The largest first, so that all threads end together.
-        self.waiting = deque(sorted(found, key=lambda file: -file.size))
+        self.waiting = deque(sorted(found, key=lambda file: -file.stamp[0]))
         self.files = {file.stamp: file for file in found}
         self.allocated, self.is_ended, self.lock = threading.Event(), False, threading.Lock()
         # No daemons: the process must not end while the driver copies.
@@ -136,9 +184,13 @@ class Staging:
 
     def allocate(self) -> None:
         """Allocate memory for all files, if they fit."""
-        if sum(file.size for file in self.waiting) + SPARE <= self.driver.free_bytes():
-            for file in self.waiting:
-                file.address = self.driver.allocate(file.size)
+        if sum(size for size, *_ in self.files) + SPARE > self.driver.free_bytes():
+            return
+        for file in self.files.values():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # it is damaged
+                for begin, size in divide(file.path):
+                    address = self.driver.allocate(size)
+                    file.blocks[begin] = Block(begin, size, address, self.driver)
 
     def goes_on(self) -> bool:
         """Whether copies are of use: a process that ends waits for this thread."""
@@ -170,20 +222,16 @@ class Staging:
 
     def send(self, file: StagedFile, buffer: int) -> None:
         """Copy a file through a pinned buffer."""
-        if file.address is None:
-            return
         view = memoryview((ctypes.c_char * PIECE).from_address(buffer)).cast("B")
         with open(file.path, "rb", buffering=0) as stream:
-            at = 0
-            while at < file.size and self.goes_on():
-                count = stream.readinto(view)
-                if not count or at + count > file.size:
-                    return
-                if at == 0:  # a safetensors file: the bytes of its header, then the header
-                    file.left = file.size - 8 - int.from_bytes(view[:8], "little")
-                self.driver.copy(file.address + at, buffer, count)
-                at += count
-            file.is_complete = at == file.size and stamp(os.fstat(stream.fileno())) == file.stamp
+            for block in file.blocks.values():
+                stream.seek(block.begin)
+                for at in range(0, block.size, PIECE):
+                    count = min(PIECE, block.size - at)
+                    if not self.goes_on() or stream.readinto(view[:count]) != count:
+                        return
+                    self.driver.copy(block.address + at, buffer, count)
+            file.is_complete = stamp(os.fstat(stream.fileno())) == file.stamp
 
     def find(self, key: Stamp) -> StagedFile | None:
         """Return the file with this stamp, when it is on the GPU.
@@ -193,44 +241,34 @@ class Staging:
         file = self.files.get(key)
         if file is None:
             return None
+        self.allocated.wait()
         with self.lock:
             was_waiting = file in self.waiting
             if was_waiting:
                 self.waiting.remove(file)
         if was_waiting:
-            self.free(file)
+            file.blocks.clear()
             return None
         file.done.wait()
-        return file if file.is_complete and file.address is not None else None
-
-    def take(self, file: StagedFile, size: int) -> None:
-        """Note that bytes of a file were copied; free it after the last ones."""
-        file.left -= size
-        if file.left <= 0:
-            self.free(file)
-
-    def free(self, file: StagedFile) -> None:
-        # The driver waits for work of the GPU that reads the memory.
-        if file.address is not None:
-            with suppress(OSError):
-                self.driver.free(file.address)
-            file.address = None
+        return file if file.is_complete else None
 
     def nbytes(self) -> int:
-        """Return the bytes of the GPU that the copies have."""
+        """Return the bytes of the GPU that the copies have, without those that were taken."""
         self.allocated.wait()
-        return sum(file.size for file in self.files.values() if file.address is not None)
+        files = self.files.values()
+        return sum(block.size for file in files for block in [*file.blocks.values()])
 
     def close(self) -> None:
-        """End the threads, and free all copies."""
+        """End the threads, and free what was not taken."""
         self.is_ended = True
         for thread in self.threads:
             thread.join()
         for file in self.files.values():
-            self.free(file)
+            file.blocks.clear()
 
 
 current: list[Staging] = []  # at most one
+taken: dict[int, int] = {}  # address -> bytes, of blocks that are in use
 intervals: list[float] = []  # Python's own switch interval, while there is one
 
 
@@ -245,14 +283,18 @@ def start(paths: Sequence[Path]) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def uploaded(key: Stamp) -> StagedFile | None:
-    """Return the file with this stamp if it is on the first GPU; wait while it is copied."""
-    return current[0].find(key) if current else None
+def take(key: Stamp, begin: int, size: int) -> tuple[Part, bool] | None:
+    """Return bytes of the file with this stamp, if it is on the first GPU.
+
+    Wait while it is copied. With them: as of `StagedFile.take`.
+    """
+    file = current[0].find(key) if current else None
+    return None if file is None else file.take(begin, size)
 
 
-def take(file: StagedFile, size: int) -> None:
-    """`Staging.take`."""
-    current[0].take(file, size)
+def taken_bytes() -> int:
+    """Return the bytes of the GPU that were taken, of which PyTorch's allocator does not know."""
+    return sum(taken.values())
 
 
 def staged_bytes() -> int:

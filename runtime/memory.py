@@ -60,9 +60,9 @@ def cache_bytes(
 def free_gpu_memory(device: torch.device) -> int:
     """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's.
 
-    Copies of files are counted as free: they are freed while the model is loaded.
+    Copies of files count as free: weights take their memory.
     """
-    staged = staged_bytes()  # first: meanwhile one may be freed
+    staged = staged_bytes()
     free, total = torch.cuda.mem_get_info(device)
     if torch.cuda.get_device_properties(device).is_integrated:
         return total  # it shares the host's memory, where the driver counts the page cache as used

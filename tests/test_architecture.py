@@ -68,7 +68,7 @@ NARROWER = {
     **{
         ("runtime", other): {"runtime.loading"}
         | (
-            {"runtime.compile_ahead", "runtime.host_memory", "runtime.memory"}
+            {"runtime.compile_ahead", "runtime.host_memory", "runtime.memory", "runtime.weights"}
             if other == "cli"
             else set()
         )

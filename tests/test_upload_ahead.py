@@ -6,10 +6,11 @@ import threading
 from argparse import Namespace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
-from checkpoint import Checkpoint, SafetensorsFile, Writer
+from checkpoint import Checkpoint, Writer
 from cli import upload_ahead
 from cli.files import stamp
 from cli.upload_ahead import SPARE, Staging
@@ -60,6 +61,8 @@ class FakeDriver:
 def folder(tmp_path, monkeypatch) -> Path:
     """A checkpoint of three files, and nothing left over at the end."""
     monkeypatch.setattr(upload_ahead, "PIECE", SIZE)
+    monkeypatch.setattr(upload_ahead, "LEAST", SIZE)
+    monkeypatch.setattr(upload_ahead, "taken", {})
     monkeypatch.setattr(upload_ahead, "current", [])
     with Writer(tmp_path / "model", args={}, format={"name": "fp32"}) as writer:
         for n, size in enumerate((40, 700, 333)):
@@ -78,19 +81,26 @@ def stage(folder: Path, driver: FakeDriver, workers: int = 2) -> Staging:
     return staging
 
 
-def copy_of(file: upload_ahead.StagedFile) -> bytes:
-    return ctypes.string_at(file.address, file.size)
+def copy_of(path: Path, file: upload_ahead.StagedFile) -> bytes:
+    """Return the file with its tensors as the copy has them."""
+    data = bytearray(path.read_bytes())
+    for block in file.blocks.values():
+        here = slice(block.begin, block.begin + block.size)
+        data[here] = ctypes.string_at(block.address, block.size)
+    return bytes(data)
 
 
 @pytest.mark.parametrize("workers", (1, 2, 8))
 def test_files_arrive_whole(folder, workers):
     driver = FakeDriver()
     staging = stage(folder, driver, workers)
+    all_copied(staging)
+    sizes = [[block.size for block in file.blocks.values()] for file in staging.files.values()]
+    assert sizes == [[326], [5600, 6], [2664, 6]]  # a large tensor has a block of its own
     for path in files(folder):
-        found = upload_ahead.uploaded(stamp(path.stat()))
-        assert found is None or copy_of(found) == path.read_bytes()
-    total = sum(path.stat().st_size for path in files(folder))
-    assert upload_ahead.staged_bytes() <= total  # a file that no thread has begun is given up
+        found = staging.find(stamp(path.stat()))
+        assert copy_of(path, found) == path.read_bytes()
+    assert upload_ahead.staged_bytes() == sum(map(sum, sizes))
     staging.close()
     assert not driver.blocks and upload_ahead.staged_bytes() == 0
 
@@ -100,29 +110,53 @@ def all_copied(staging: Staging) -> None:
         assert file.done.wait(10)
 
 
-def as_tensor_of_host(part: upload_ahead.Part, device: torch.device) -> torch.Tensor:
-    """Stands for `torch.as_tensor` of a GPU's memory."""
-    (size,), (address, _) = (part.__cuda_array_interface__[k] for k in ("shape", "data"))
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+class HostMemory:
+    """Bytes of a `Part` as memory of the host, which is kept as a tensor of the GPU keeps it."""
+
+    def __init__(self, part: upload_ahead.Part):
+        given = part.__cuda_array_interface__
+        self.part, shape, (address, _) = part, given["shape"], given["data"]
+        self.__array_interface__ = dict(shape=shape, typestr="|u1", data=(address, False))
 
 
-def test_tensors_are_read_from_the_copies_once(folder, monkeypatch):
-    """Each file's memory is freed after its last tensor."""
+def test_tensors_take_the_copies(folder, monkeypatch):
+    """One with a block lives in it as long as it is used; tensors that share one are copied."""
     driver, source = FakeDriver(), Checkpoint(folder)
     want = {name: source.read(name) for name in source.tensors}
     staging = stage(folder, driver)
     all_copied(staging)
-    monkeypatch.setattr(torch, "as_tensor", as_tensor_of_host)
-    monkeypatch.setattr(SafetensorsFile, "_read_header", None)  # no file is opened any more
-    for n in range(3):
-        for name in (f"{n}.a", f"{n}.b"):
-            assert upload_ahead.staged_bytes() == sum(p.stat().st_size for p in files(folder)[n:])
-            found = source.read(name, device="cuda")
-            assert found.dtype == want[name].dtype and torch.equal(found, want[name])
-    assert upload_ahead.staged_bytes() == 0
+    total, found, as_tensor = upload_ahead.staged_bytes(), {}, torch.as_tensor
+
+    def of_host(part: upload_ahead.Part, device: torch.device) -> torch.Tensor:
+        return as_tensor(numpy.asarray(HostMemory(part)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "as_tensor", of_host)
+        for name in want:
+            found[name] = source.read(name, device="cuda")
+            assert found[name].dtype == want[name].dtype and torch.equal(found[name], want[name])
+    assert upload_ahead.taken_bytes() == 5600 + 6 + 2664 + 6
+    assert upload_ahead.staged_bytes() == total - upload_ahead.taken_bytes() == 326
+    shard = source._shard_of["1.a"]
+    assert upload_ahead.take(shard._stamp, shard._begins["1.a"], 5600) is None  # again
     upload_ahead.close()
-    assert not driver.blocks
-    assert torch.equal(source.read("0.a"), want["0.a"])  # from its file
+    assert {found[name].data_ptr() for name in ("1.a", "1.b", "2.a", "2.b")} == driver.blocks.keys()
+    assert torch.equal(found["2.a"], want["2.a"])
+    del found["2.a"]
+    assert upload_ahead.taken_bytes() == 5600 + 12 and len(driver.blocks) == 3
+    assert torch.equal(source.read("2.a"), want["2.a"])  # from its file
+    found.clear()
+    assert upload_ahead.taken_bytes() == 0 and not driver.blocks
+
+
+def test_a_damaged_file_is_left_to_its_reader(folder):
+    for path, data in zip(
+        files(folder), (b"", b"\xff" * 30, b"\x02" + bytes(7) + b"[]"), strict=True
+    ):
+        path.write_bytes(data)
+    staging = stage(folder, FakeDriver())
+    staging.close()
+    assert upload_ahead.staged_bytes() == 0
 
 
 def test_a_file_that_changed_is_read_from_the_disk(folder):
@@ -134,8 +168,8 @@ def test_a_file_that_changed_is_read_from_the_disk(folder):
     before = path.stat()
     os.utime(path, ns=(0, 0))
     driver.may_copy.set()
-    assert upload_ahead.uploaded(stamp(before)) is None
-    assert upload_ahead.uploaded(stamp(path.stat())) is None
+    assert staging.find(stamp(before)) is None
+    assert staging.find(stamp(path.stat())) is None
     staging.close()
     assert not driver.blocks
 
@@ -146,7 +180,7 @@ def test_without_memory_or_driver_files_are_read_from_the_disk(folder, fails):
     if fails != "memory":
         driver.free_memory += 1 << 20
     staging = stage(folder, driver)
-    assert all(upload_ahead.uploaded(stamp(path.stat())) is None for path in files(folder))
+    assert all(staging.find(stamp(path.stat())) is None for path in files(folder))
     staging.close()
     assert driver.copied == 0 and upload_ahead.staged_bytes() == 0
 
@@ -177,7 +211,7 @@ def test_copies_count_as_free_memory(folder, monkeypatch):
     )
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    total = sum(path.stat().st_size for path in files(folder))
+    total = upload_ahead.staged_bytes()
     assert memory.free_gpu_memory(torch.device("cuda")) == 10**9 + 2 + total
     assert memory.free_gpu_memory(torch.device("cuda", 1)) == 10**9 + 2
     upload_ahead.close()
