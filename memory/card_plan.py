@@ -106,7 +106,7 @@ class Plan(NamedTuple):
 def plan_of(name: str, place: Place, choice: Choice, published: ModelSizes) -> Plan:
     """Return the plan of a choice. name: of the model. published: its sizes as it is."""
     setup, sizes = choice.setup, choice.setup.sizes
-    model, card, fused = sizes.typed_model, place.card, 0
+    model, card, fused = sizes.model, place.card, 0
     if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
         fused = count_fused(model)
     experts, copied = None, 0

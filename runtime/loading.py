@@ -52,6 +52,7 @@ def load_model(
     parallel: str = "tensor",
     experts: Offloading | None = None,
     share: Transformer | None = None,
+    shard: tp.ModelShard | None = None,
 ) -> Transformer:
     """Build the model that `source` describes and read its weights to the device, one by one.
 
@@ -59,14 +60,15 @@ def load_model(
     `format` and `read(name, index, device)`. dtype: of plain weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
     which experts are offloaded to host memory; None: they are not. share: a loaded model whose
-    embedding and head this one has too. Raises ValueError for a source
-    that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
+    embedding and head this one has too. shard: the source's, without weights, if it is built
+    already. Raises ValueError for a source that cannot be loaded, and before it reads weights that
+    exceed the GPU's free memory.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
-    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
+    shard = shard or tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model
     if experts:
         upload_ahead.close()

@@ -100,9 +100,15 @@ class Prompts(DecodeSteps):
         if self.graphs is not None:
             self.graphs = GraphCache()
 
+    def expect(self, longest: int) -> None:
+        """Let texts have as many tokens, if fewer were expected: steps are captured anew."""
+        if self.longest and longest > self.longest:
+            self.longest = None
+            self.forget_graphs()
+
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        for size in self.short_chunks:
+        for size in self.expected_chunks():
             numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
             with without_tuning():
                 for _ in range(2):
@@ -111,6 +117,15 @@ class Prompts(DecodeSteps):
                 if self.captures_short(size):
                     key = size, None, self.watch
                     self.graphs.prepare(key, self.run_short_numbers, numbers)
+
+    def expected_chunks(self) -> list[int]:
+        """Return the sizes of short chunks that the expected prompts take."""
+        lengths = self.options.prompt_lengths
+        if lengths is None:
+            return [*self.short_chunks]
+        most = max(self.short_chunks, default=0)
+        parts = (part for n in lengths if self.is_short(0, n) for part in (min(n, most), n - most))
+        return sorted({self.short_chunk(part) for part in parts if part > 0})
 
     def start_row(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
