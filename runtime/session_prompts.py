@@ -49,6 +49,20 @@ def short_chunk_sizes(
     return tuple(s for s in sizes if s <= LONG_CACHE_CHUNK or (alone and cache_len <= SHORT_CACHE))
 
 
+def expected_chunks(sizes: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[int]:
+    """Return the sizes of short chunks that prompts of these lengths take; None: any, so all."""
+    if lengths is None or not sizes:
+        return [*sizes]
+    most = sizes[-1]
+    parts = (part for n in lengths if n <= MAX_SHORT_CHUNKS * most for part in (n, n - most))
+    return sorted({smallest_chunk(sizes, part) for part in parts if part > 0})
+
+
+def smallest_chunk(sizes: tuple[int, ...], tokens: int) -> int:
+    """Return the smallest chunk for these tokens, or for the next of them."""
+    return next((size for size in sizes if tokens <= size), sizes[-1])
+
+
 class Prompts(DecodeSteps):
     """The prompts of a session, one row at a time, between the steps of other rows."""
 
@@ -108,7 +122,7 @@ class Prompts(DecodeSteps):
 
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        for size in self.expected_chunks():
+        for size in expected_chunks(self.short_chunks, self.options.prompt_lengths):
             numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
             with without_tuning():
                 for _ in range(2):
@@ -117,15 +131,6 @@ class Prompts(DecodeSteps):
                 if self.captures_short(size):
                     key = size, None, self.watch
                     self.graphs.prepare(key, self.run_short_numbers, numbers)
-
-    def expected_chunks(self) -> list[int]:
-        """Return the sizes of short chunks that the expected prompts take."""
-        lengths = self.options.prompt_lengths
-        if lengths is None:
-            return [*self.short_chunks]
-        most = max(self.short_chunks, default=0)
-        parts = (part for n in lengths if self.is_short(0, n) for part in (min(n, most), n - most))
-        return sorted({self.short_chunk(part) for part in parts if part > 0})
 
     def start_row(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
@@ -223,7 +228,7 @@ class Prompts(DecodeSteps):
 
     def short_chunk(self, tokens: int) -> int:
         """Return the size of the short chunk for the next of these tokens: the smallest for all."""
-        return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
+        return smallest_chunk(self.short_chunks, tokens)
 
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
         """Return how many of a row's tokens run at once. chunk: the most that may."""
