@@ -303,7 +303,7 @@ def staged_bytes() -> int:
 
 
 def close() -> None:
-    """Free all copies: what is read from now on is read from its file."""
+    """Free what was not taken. From now on all reads are of files."""
     while current:
         current.pop().close()
     while intervals:

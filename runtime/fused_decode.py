@@ -136,7 +136,7 @@ class FusedRunner(CompiledRunner):
         self.is_fused = False  # the call in progress runs the kernels
         self.is_prompt = False  # it has more tokens than a step has
         self.checked: dict[Hashable, bool] = {}  # of `runs`
-        # Within `warming_up`: what blocks of each kind return beside x.
+        # Within `warming_up`: the routing of a block of each kind.
         self.warmed: dict[int, Sequence] | None = None
         layers = fused_layers(model, self.make_layer)
         self.layers = {id(block): layer for block, layer in layers.items()}

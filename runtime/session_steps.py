@@ -56,8 +56,8 @@ class SessionOptions:
     decode_kernels: str = "auto"  # a compiled session takes these: see `choose_runner`
     runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
-    # Tokens of each prompt, and of the longest text with its answer: what they need is captured
-    # before the first token, all else when it comes. None: any may come.
+    # Tokens of each prompt, and of the longest text with its answer. Graphs for these are captured
+    # before the first token, others when a text needs them. None: any may come.
     prompt_lengths: tuple[int, ...] | None = None
     longest: int | None = None
 
