@@ -24,6 +24,7 @@ from cli.files import stamp
 from ops.compile_ahead import cache_folder, code_of, kernel_of, signature
 from ops.gpu import Gpu
 from ops.launch import known_keys, triton
+from ops.plain.rope import rope_table
 
 KERNELS = Path(ops.__file__).parent
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
@@ -52,11 +53,13 @@ def start_compiling(source, device: torch.device) -> None:
 
 
 def read_kernels(launched: Path, device: torch.device) -> None:
-    """Load the kernels that a file names from Triton's cache onto the GPU.
+    """Load the kernels that a file names from Triton's cache onto the GPU, and those of RoPE.
 
     The first launch loads kernels that fail here, and raises the error.
     """
     wait_for_hash()
+    with suppress(Exception):  # the driver loads PyTorch's kernels for the table: 0.06 s
+        rope_table(torch.ones(1, device=device), 1)
     with suppress(Exception), torch.cuda.device(device):
         for task in json.loads(launched.read_text() or "[]"):
             with suppress(Exception):
