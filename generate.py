@@ -173,16 +173,22 @@ def open_session(
     device: torch.device,
     length: int,
     batch: int = 1,
+    shard: tp.ModelShard | None = None,
+    expected: SessionOptions | None = None,
 ) -> Session:
-    """Load the model as the options of `cli.options` say, with memory for `batch` sequences."""
+    """Load the model as the options of `cli.options` say, with memory for `batch` sequences.
+
+    shard: as of `load_model`. expected: has `prompt_lengths` and `longest`; None: any may come.
+    """
     dtype, experts = DTYPES.get(options.dtype), None
     if options.offload:
         args = tp.local_args(args_of_checkpoint(checkpoint), process_group.size(), options.parallel)
         plain = dtype or stored_dtype(checkpoint)
         experts = offload_settings(options, checkpoint, args, plain, length, batch)
     check_decode_kernels(options.decode_kernels, checkpoint, device, dtype, options.parallel)
-    model = load_model(checkpoint, device, dtype, options.parallel, experts)
-    settings = SessionOptions(
+    model = load_model(checkpoint, device, dtype, options.parallel, experts, shard=shard)
+    settings = replace(
+        expected or SessionOptions(),
         batch=batch,
         compile=options.compile,
         compile_prefill=options.compile_prefill,
@@ -358,7 +364,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     longest = max(map(len, prompts), default=0)
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
-    session = prepare_session(options, checkpoint, device, length, len(prompts), longest)
+    session = prepare_session(options, checkpoint, device, length, [*map(len, prompts)])
     recorder, folder = None, checkpoint.directory.absolute().parent.name
     if options.save_routing:
         name, format = model_name(folder), checkpoint.format["name"]
@@ -405,14 +411,13 @@ def prepare_session(
     checkpoint: Checkpoint,
     device: torch.device,
     length: int,
-    prompts: int,
-    longest: int,
+    lengths: Sequence[int],
 ) -> Session | Speculation:
-    """`open_session` for this many prompts, with speculation if the options ask for it.
+    """`open_session` for prompts of these lengths, with speculation if the options ask for it.
 
-    longest: tokens of the longest prompt. Raises ValueError if the session does not fit into
-    memory, before weights are read.
+    Raises ValueError if the session does not fit into memory, before weights are read.
     """
+    prompts, longest = len(lengths), max(lengths, default=0)
     kind = choose_speculation(options, prompts)
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     check_speculation(options, checkpoint, drafter)
@@ -428,7 +433,13 @@ def prepare_session(
     if options.offload:  # the plan may have chosen it
         kind = choose_speculation(options, prompts)
     plan_generation(options, checkpoint, drafter, device, length, batch, longest, setup.sizes)
-    session = open_session(options, checkpoint, device, length, batch)
+    shard = setup.sizes.shard if process_group.size() == 1 else None
+    expected = None
+    if prompts and kind == "off":
+        expected = SessionOptions(
+            prompt_lengths=tuple(lengths), longest=longest + options.max_new_tokens
+        )
+    session = open_session(options, checkpoint, device, length, batch, shard, expected)
     return session if kind == "off" else speculate(options, checkpoint, session, kind, drafter)
 
 

@@ -397,8 +397,8 @@ class ModelShard:
     """One rank's shard of a model in a number format; the whole model if there is one rank.
 
     `model` is on the meta device. Fill its parameters with `read`, then call `insert_collectives`.
-    rank, ranks: default to this process's. Raises ValueError for a model that cannot be sharded,
-    and as `pack_modules`.
+    rank, ranks: default to this process's. dtype: of parameters that are not packed, on the meta
+    device. Raises ValueError for a model that cannot be sharded, and as `pack_modules`.
     """
 
     def __init__(
@@ -408,12 +408,13 @@ class ModelShard:
         parallel: str = "tensor",
         rank: int | None = None,
         ranks: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         self.rank = process_group.rank() if rank is None else rank
         self.ranks = process_group.size() if ranks is None else ranks
         self.args, self.table = args, shard_table(args, parallel)
         self.ranges: dict[str, Shard] = {}  # by path, of weights in several formats
-        self.model = whole = build_model(args)
+        self.model = whole = build_model(args, dtype)
         pack_modules(whole, format)
         if self.ranks == 1:
             return
@@ -422,7 +423,7 @@ class ModelShard:
         self.ranges = range_shards(self.table, format)
         named = whole.named_parameters(remove_duplicate=False)
         self.shapes = {name: tensor.shape for name, tensor in named}
-        self.model = build_model(local_args(args, self.ranks, parallel))
+        self.model = build_model(local_args(args, self.ranks, parallel), dtype)
         self.shard_modules(parallel)
         local = local_format(format, self.ranges, self.ranks)
         local = sharded_format(local, self.table, self.ranks, self.ranges)

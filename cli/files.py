@@ -6,6 +6,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+Stamp = tuple[int, int, int]
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_READ = 1 << 30  # bytes; the largest tokenizer.json and index have tens of megabytes
 
@@ -22,6 +23,11 @@ def read_regular(path: Path) -> bytes:
         if os.fstat(handle).st_size > MAX_READ:
             raise OSError(errno.EFBIG, f"over {MAX_READ >> 30} GiB", str(path))
         return file.read()
+
+
+def stamp(status: os.stat_result) -> Stamp:
+    """Return what identifies a file's contents: size, time of change, inode."""
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def check_regular(path: Path, status: os.stat_result | None = None) -> None:

@@ -5,8 +5,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from cli import upload_ahead
 from cli.before_imports import load_libraries, read_ahead
 from cli.command import printable
+from cli.compile_helper import may_have_gpu
 from cli.model_name import models_folder, parse_model_name
 from hub.disk import (
     StoredModel,
@@ -54,7 +56,7 @@ def manage_and_exit(options: argparse.Namespace) -> None:
 
 
 def read_model_ahead(options: argparse.Namespace) -> None:
-    """Load the tokenizer of a model that is on disk, and begin to read its weights.
+    """Load the tokenizer of a model that is on disk, and begin to read its weights to the GPU.
 
     This is before torch is imported: its libraries are loaded while the tokenizer is.
     """
@@ -65,7 +67,10 @@ def read_model_ahead(options: argparse.Namespace) -> None:
         if options.model is not None:
             path = find_checkpoint(parse_model_name(options.model), options.revision)
         if path is not None:
-            read_ahead([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+            files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+            read_ahead(files)
+            if path.is_dir() and may_have_gpu(options) and not options.offload:
+                upload_ahead.start(files)
             if path.is_dir():
                 load_tokenizer_ahead(path)
 

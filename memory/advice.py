@@ -305,6 +305,8 @@ def smaller_formats(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
 
 def largest(low: int, high: int, accepts: Callable[[int], bool]) -> int | None:
     """Return the largest number from low to high that is accepted, by bisection; None: none is."""
+    if low <= high and accepts(high):
+        return high
     if low > high or not accepts(low):
         return None
     while low < high:

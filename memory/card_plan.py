@@ -128,7 +128,7 @@ def plan_of(
     name: of the model. published: its sizes as it is. kernels: as --decode_kernels says.
     """
     setup, sizes = choice.setup, choice.setup.sizes
-    model, card, fused = sizes.typed_model, place.card, 0
+    model, card, fused = sizes.model, place.card, 0
     if card.gpu.runs_kernels and sizes.dtype.itemsize == 2 and kernels != "inductor":
         fused = count_fused(model)
     experts, copied = None, 0

@@ -8,7 +8,7 @@ import torch
 from cli.options import DEFAULT_CHAT_LENGTH
 from formats.kv_cache import KV_CACHES
 from formats.packed import host_bytes, weight_bytes
-from model import ModelArgs, Transformer
+from model import ModelArgs
 from models import build_model, family_of
 from models.random_weights import first_layers
 from offload.plan import (
@@ -61,7 +61,9 @@ class ModelSizes:
     ):
         self.whole_args, self.format, self.dtype = args, format, dtype
         self.parallel, self.ranks = parallel, ranks
-        self.model = ModelShard(args, format, parallel, 0, ranks).model
+        # On the meta device, plain weights in `dtype`.
+        self.shard = ModelShard(args, format, parallel, 0, ranks, dtype)
+        self.model = self.shard.model
         self.args = self.model.args  # the rank's
         self.cache = lru_cache(self._cache)
 
@@ -74,12 +76,6 @@ class ModelSizes:
     def tables(self) -> int:
         """Bytes of weights that stay in host memory (runtime/host_memory.py)."""
         return host_bytes(self.model, self.dtype)
-
-    @cached_property
-    def typed_model(self) -> Transformer:
-        """The model on the meta device, plain weights in `dtype`: those of `model` are in fp32."""
-        shard = ModelShard(self.whole_args, self.format, self.parallel, 0, self.ranks)
-        return shard.model.to(self.dtype)
 
     @cached_property
     def experts(self) -> ExpertSizes:

@@ -168,11 +168,13 @@ def args_of_checkpoint(source) -> ModelArgs:
     return args_from_json(source.args)
 
 
-def build_model(args: ModelArgs) -> Transformer:
+def build_model(args: ModelArgs, dtype: torch.dtype = torch.float32) -> Transformer:
     """Return the model of these args on the meta device, without weights.
 
-    Raises ValueError if a parameter would have more than 2**63 bytes.
+    dtype: of its parameters. Raises ValueError if one would have more than 2**63 bytes.
     """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # to convert 48 layers would take as long as to build them
     try:
         with torch.device("meta"):
             return family_of(args).model_class(args)
@@ -180,3 +182,5 @@ def build_model(args: ModelArgs) -> Transformer:
         if "overflow" not in str(error):
             raise
         raise ValueError("the model's args are too large: convert the model again") from None
+    finally:
+        torch.set_default_dtype(before)

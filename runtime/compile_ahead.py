@@ -17,12 +17,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import ops
 from cli.before_imports import start_hashing, wait_for_hash
 from cli.compile_helper import MARKERS, start, started, stop
-from ops.compile_ahead import cache_folder, code_of, signature
+from cli.files import stamp
+from ops.compile_ahead import cache_folder, code_of, kernel_of, signature
 from ops.gpu import Gpu
-from ops.launch import triton
+from ops.launch import known_keys, triton
+from ops.plain.rope import rope_table
 
+KERNELS = Path(ops.__file__).parent
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
 log = logging.getLogger("moe_fast")
 remembered: list[Path] = []  # the marker of the model that is loaded; holds its last launches
@@ -38,6 +42,7 @@ def start_compiling(source, device: torch.device) -> None:
     if device.type != "cuda" or triton is None:
         return
     start_hashing()
+    read_keys()
     remembered[:] = [folder() / digest(f"{source.args} {source.format}")]
     if not remembered[0].exists():
         start()
@@ -48,11 +53,13 @@ def start_compiling(source, device: torch.device) -> None:
 
 
 def read_kernels(launched: Path, device: torch.device) -> None:
-    """Load the kernels that a file names from Triton's cache onto the GPU.
+    """Load the kernels that a file names from Triton's cache onto the GPU, and those of RoPE.
 
     The first launch loads kernels that fail here, and raises the error.
     """
     wait_for_hash()
+    with suppress(Exception):  # the driver loads PyTorch's kernels for the table: 0.06 s
+        rope_table(torch.ones(1, device=device), 1)
     with suppress(Exception), torch.cuda.device(device):
         for task in json.loads(launched.read_text() or "[]"):
             with suppress(Exception):
@@ -86,6 +93,36 @@ def marker(task: str) -> Path:
     return folder() / digest(signature(task))
 
 
+def sources() -> str:
+    """Return a digest of Triton's version and of our sources.
+
+    Files are known by size and time of change, as Python knows the source of its bytecode.
+    """
+    files = [(str(path), *stamp(path.stat())) for path in sorted(KERNELS.rglob("*.py"))]
+    return digest(f"{triton.__version__} {files}")
+
+
+def keys_file() -> Path:
+    return folder() / f"keys_{digest(str(KERNELS))}.json"
+
+
+def read_keys() -> None:
+    """Let kernels take the keys that they had in an earlier run of the same sources."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
+        found = json.loads(keys_file().read_text())
+        if found["sources"] == sources():
+            known_keys.update(found["keys"])
+
+
+def keep_keys(tasks: Sequence[str]) -> None:
+    """Keep the keys of the tasks' kernels for `read_keys`."""
+    kernels = {kernel.path: kernel for kernel in map(kernel_of, tasks)}
+    if kernels.keys() <= known_keys.keys():
+        return
+    keys = known_keys | {name: kernel.cache_key for name, kernel in kernels.items()}
+    keys_file().write_text(json.dumps({"sources": sources(), "keys": keys}))
+
+
 def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     """Compile the tasks that no earlier run has compiled; return how many."""
     wait_for_hash()
@@ -111,5 +148,6 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     for path in remembered:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tasks))
+        keep_keys(tasks)
     stop()
     return len(missing)

@@ -7,7 +7,8 @@ and head are one product, and sampling is three kernels (ops/step/token_draw.py)
 runs the compiled blocks, which are the reference that tests compare with.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -91,6 +92,23 @@ def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tenso
     return attention.core(projected, context).contiguous()
 
 
+def can_begin_fused(model: Transformer, layers: Collection[FusedLayer]) -> bool:
+    """Whether kernels begin: plain embeddings, and attention by kernels in all layers."""
+    plain = Transformer.begin, Transformer.embed
+    attentions = [layer.attention.attention for layer in layers]
+    return (
+        (type(model).begin, type(model).embed) == plain
+        and len(attentions) == len(model.layers)
+        and all(hasattr(attention, "takes") for attention in attentions)
+    )
+
+
+def is_all_kernels(layer: FusedLayer, x: Tensor, context: Context) -> bool:
+    """Whether no part of a layer is compiled by Inductor, which may compile it for each layer."""
+    attention = layer.attention.attention
+    return hasattr(attention, "takes") and attention.takes(x, context)
+
+
 def launch_core(
     layer: FusedLayer, attention: nn.Module, projected: Tensor, context: Context
 ) -> Tensor:
@@ -118,6 +136,8 @@ class FusedRunner(CompiledRunner):
         self.is_fused = False  # the call in progress runs the kernels
         self.is_prompt = False  # it has more tokens than a step has
         self.checked: dict[Hashable, bool] = {}  # of `runs`
+        # Within `warming_up`: the routing of a block of each kind.
+        self.warmed: dict[int, Sequence] | None = None
         layers = fused_layers(model, self.make_layer)
         self.layers = {id(block): layer for block, layer in layers.items()}
         for layer in self.layers.values():
@@ -128,7 +148,7 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.begins_fused = self.can_begin_fused(model)
+        self.begins_fused = can_begin_fused(model, layers.values())
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile_few(last_norm)
@@ -162,16 +182,6 @@ class FusedRunner(CompiledRunner):
     def prompt_runner(self) -> PromptRunner:
         return PromptRunner(self.model, self.layers, self.head)
 
-    def can_begin_fused(self, model: Transformer) -> bool:
-        """Whether kernels begin: plain embeddings, and attention by kernels in all layers."""
-        plain = Transformer.begin, Transformer.embed
-        attentions = [layer.attention.attention for layer in self.layers.values()]
-        return (
-            (type(model).begin, type(model).embed) == plain
-            and len(attentions) == len(model.layers)
-            and all(hasattr(attention, "takes") for attention in attentions)
-        )
-
     @property
     def all_reduces(self) -> bool:
         """Whether several ranks compute a layer."""
@@ -202,6 +212,18 @@ class FusedRunner(CompiledRunner):
         count = T if all_positions else rows
         if self.head is not None and count <= self.max_tokens:
             self.head.forward(x[:count])
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run one layer of each kind: Python takes 0.1 ms for a launch, and a model has hundreds.
+
+        Layers of several ranks send to each other in turn, so that none is skipped.
+        """
+        self.warmed = None if self.all_reduces else {}
+        try:
+            yield
+        finally:
+            self.warmed = None
 
     @staticmethod
     def make_layer(block: Block) -> FusedLayer:
@@ -260,8 +282,13 @@ class FusedRunner(CompiledRunner):
         elif layer.mixers:
             x, *routing = self.mix(block, layer, x, context)
         else:
+            kind, warmed = self.kinds[id(layer)], self.warmed or {}
+            if kind in warmed:
+                return x, x, *warmed[kind]
             y, *routing = layer.forward(x.flatten(0, 1), context, self.compiled_core, self.reach)
             x = y.view_as(x)
+            if self.warmed is not None and (self.is_prompt or is_all_kernels(layer, x, context)):
+                self.warmed[kind] = routing
         return x, x, *routing
 
     def mix(self, block: Block, layer: FusedLayer, x: Tensor, context: Context):

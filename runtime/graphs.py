@@ -94,6 +94,10 @@ class GraphCache:
         self.known[key] = self.capture(function, inputs)
         return outputs
 
+    def prepare(self, key: Hashable, function: Callable, *tensors: Tensor) -> None:
+        """Capture a key before its first call. The function must be warmed up."""
+        self.known[key] = self.capture(function, [tensor.clone() for tensor in tensors])
+
     def capture(
         self, function: Callable, inputs: list[Tensor]
     ) -> Callable[..., tuple[Tensor, ...]]:

@@ -11,7 +11,7 @@ import logging
 import platform
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -84,12 +84,13 @@ def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[N
     if device.type != "cuda":
         yield
         return
-    host = torch.empty(BUFFERS * size, dtype=torch.uint8)
-    use_huge_pages(host)
-    uploads = Uploads(host.split(size), device)
-    if not register_host_memory(host, uploads, device):
-        yield
-        return
+
+    def make_buffers(owner: Uploads) -> Sequence[Tensor]:
+        host = torch.empty(BUFFERS * size, dtype=torch.uint8)
+        use_huge_pages(host)
+        return host.split(size) if register_host_memory(host, owner, device) else ()
+
+    uploads = Uploads(make_buffers, device)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:

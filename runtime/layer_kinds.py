@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+CONTAINERS = list, tuple, set, frozenset, dict
 PLAIN = bool, int, float, str, bytes, type, types.FunctionType, torch.dtype, torch.device
 
 
@@ -27,6 +28,8 @@ def structure(value: object, seen: dict[int, int] | None = None) -> object:
     """
     if value is None or isinstance(value, PLAIN):
         return type(value), value
+    if isinstance(value, CONTAINERS) and not value:  # a module has a dozen of them
+        return type(value)
     if isinstance(value, Tensor):
         return Tensor, tuple(value.shape), value.stride(), value.dtype, value.device
     seen = {} if seen is None else seen

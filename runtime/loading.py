@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
+from cli import upload_ahead
 from cli.report import in_bytes, in_seconds
 from formats import FORMATS
 from formats.packed import Packed, stays_in_host_memory, weight_bytes
@@ -50,6 +52,7 @@ def load_model(
     parallel: str = "tensor",
     experts: Offloading | None = None,
     share: Transformer | None = None,
+    shard: tp.ModelShard | None = None,
 ) -> Transformer:
     """Build the model that `source` describes and read its weights to the device, one by one.
 
@@ -57,22 +60,25 @@ def load_model(
     `format` and `read(name, index, device)`. dtype: of plain weights; None: the checkpoint's.
     parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
     which experts are offloaded to host memory; None: they are not. share: a loaded model whose
-    embedding and head this one has too. Raises ValueError for a source
-    that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
+    embedding and head this one has too. shard: the source's, without weights, if it is built
+    already. Raises ValueError for a source that cannot be loaded, and before it reads weights that
+    exceed the GPU's free memory.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
-    shard = tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
+    shard = shard or tp.ModelShard(args_of_checkpoint(source), source.format, parallel)
     model = shard.model
+    if experts:
+        upload_ahead.close()
     if device.type == "cuda" and not experts:
         check_weights_fit(model, dtype or stored_dtype(source), device, share is not None)
     if share:
         model.embedding, model.head = share.embedding, share.head
     loader = WeightLoader(shard, source, dtype)
     start, plan = time.perf_counter(), None
-    with loader.progress, pinned_uploads(device):
+    with closing(upload_ahead), loader.progress, pinned_uploads(device):
         if experts:
             plain = dtype or stored_dtype(source)
             plan = experts.apply(model, device, plain, loader.read)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cli.upload_ahead import staged_bytes
 from model import KVCache, ModelArgs, Transformer
 from ops.plain.attention import BLOCK
 from ops.plain.ring import Ring
@@ -57,11 +58,16 @@ def cache_bytes(
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's."""
+    """Return the bytes that PyTorch can allocate: the driver's free ones, and its own cache's.
+
+    Copies of files count as free: weights take their memory.
+    """
+    staged = staged_bytes()
     free, total = torch.cuda.mem_get_info(device)
     if torch.cuda.get_device_properties(device).is_integrated:
         return total  # it shares the host's memory, where the driver counts the page cache as used
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free if device.index else free + staged
 
 
 # A prompt's chunk ---------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """How the stages of a forward pass are executed: eagerly, compiled, or captured as CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -41,6 +42,14 @@ class EagerRunner(Runner):
     def prompt_runner(self) -> "EagerRunner":
         """Return what runs the chunks of a long prompt."""
         return EagerRunner(self.model)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Within, a call compiles and loads code. It may skip blocks that need the same code.
+
+        Its results mean nothing.
+        """
+        yield
 
     def reaches(self, queries: int, length: int) -> list[int | None]:
         """Return the values of `reach` for which a step runs other kernels, in rising order.

@@ -63,6 +63,7 @@ class Session(Prompts):
         if max_new_tokens == 0:
             return
         self.edited = sampling.edits_logits
+        self.expect(max(map(len, prompts)) + max_new_tokens)
         step = self.warm_up(self.candidates(sampling))
         number = self.start_prompts(prompts, sampling)
         tokens = self.first_tokens

@@ -49,6 +49,20 @@ def short_chunk_sizes(
     return tuple(s for s in sizes if s <= LONG_CACHE_CHUNK or (alone and cache_len <= SHORT_CACHE))
 
 
+def expected_chunks(sizes: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[int]:
+    """Return the sizes of short chunks that prompts of these lengths take; None: any, so all."""
+    if lengths is None or not sizes:
+        return [*sizes]
+    most = sizes[-1]
+    parts = (part for n in lengths if n <= MAX_SHORT_CHUNKS * most for part in (n, n - most))
+    return sorted({smallest_chunk(sizes, part) for part in parts if part > 0})
+
+
+def smallest_chunk(sizes: tuple[int, ...], tokens: int) -> int:
+    """Return the smallest chunk for these tokens, or for the next of them."""
+    return next((size for size in sizes if tokens <= size), sizes[-1])
+
+
 class Prompts(DecodeSteps):
     """The prompts of a session, one row at a time, between the steps of other rows."""
 
@@ -103,12 +117,23 @@ class Prompts(DecodeSteps):
         if self.graphs is not None:
             self.graphs = GraphCache()
 
+    def expect(self, longest: int) -> None:
+        """Let texts have as many tokens, if fewer were expected: steps are captured anew."""
+        if self.longest and longest > self.longest:
+            self.longest = None
+            self.forget_graphs()
+
     def warm_up_short_prompts(self) -> None:
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        for size in self.short_chunks:
+        for size in expected_chunks(self.short_chunks, self.options.prompt_lengths):
+            numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
             with without_tuning():
-                for _ in range(2):  # a GraphCache captures the second call
-                    self.run_short_chunk([0] * size, -1, self.cache_len - size)
+                for _ in range(2):
+                    with self.runner.warming_up():
+                        self.run_short_numbers(numbers)
+                if self.captures_short(size):
+                    key = size, None, self.watch
+                    self.graphs.prepare(key, self.run_short_numbers, numbers)
 
     def start_row(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
@@ -206,7 +231,7 @@ class Prompts(DecodeSteps):
 
     def short_chunk(self, tokens: int) -> int:
         """Return the size of the short chunk for the next of these tokens: the smallest for all."""
-        return next((size for size in self.short_chunks if tokens <= size), self.short_chunks[-1])
+        return smallest_chunk(self.short_chunks, tokens)
 
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
         """Return how many of a row's tokens run at once. chunk: the most that may."""
@@ -244,22 +269,34 @@ class Prompts(DecodeSteps):
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
-        last: the index of the last real token, -1 if none is. Padding repeats the last token, at
-        the positions after it: most of it chooses the same experts, and its keys and values are
-        overwritten before they are read. All numbers are one tensor: the GPU waits for each copy.
+        last: the index of the last real token, -1 if none is.
+        """
+        size, numbers = self.short_chunk(len(part)), self.short_numbers(part, last, start)
+        if not self.captures_short(size):
+            return self.run_short_numbers(numbers)
+        return self.graphs((size, None, self.watch), self.run_short_numbers, numbers)
+
+    def captures_short(self, size: int) -> bool:
+        """Whether short chunks of this size are captured."""
+        return self.graphs is not None and self.runner.can_capture(size)
+
+    def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
+        """Return a short chunk's tokens and positions, then `last`, on the device [1, 2 size + 1].
+
+        Padding repeats the last token, at the positions after it: most of it chooses the same
+        experts, and its keys and values are overwritten before they are read. All numbers are one
+        tensor: the GPU waits for each copy.
         """
         size = self.short_chunk(len(part))
-
-        def run(numbers: Tensor) -> tuple[Tensor, ...]:
-            tokens, positions, last = numbers.split([size, size, 1], dim=1)
-            return self.run_model(tokens, positions, last[0], self.runner)
-
         padded = [*part, *[part[-1]] * (size - len(part))]
         numbers = torch.tensor([[*padded, *range(start, start + size), last]])
-        numbers = send(numbers, self.device)
-        if self.graphs is None or not self.runner.can_capture(size):
-            return run(numbers)
-        return self.graphs((size, None, self.watch), run, numbers)
+        return send(numbers, self.device)
+
+    def run_short_numbers(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """`run_model` on a short chunk. numbers: as of `short_numbers`."""
+        size = numbers.shape[1] // 2
+        tokens, positions, last = numbers.split([size, size, 1], dim=1)
+        return self.run_model(tokens, positions, last[0], self.runner)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

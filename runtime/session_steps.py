@@ -56,6 +56,10 @@ class SessionOptions:
     decode_kernels: str = "auto"  # a compiled session takes these: see `choose_runner`
     runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
+    # Tokens of each prompt, and of the longest text with its answer. Graphs for these are captured
+    # before the first token, others when a text needs them. None: any may come.
+    prompt_lengths: tuple[int, ...] | None = None
+    longest: int | None = None
 
 
 class DecodeSteps(SessionRows):
@@ -68,6 +72,7 @@ class DecodeSteps(SessionRows):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         self.model, self.max_seq_len, self.options = model, max_seq_len, options
         device, self.compiled = model.norm.weight.device, options.compile
+        self.longest = options.longest
         self.make_runners(device)
         self.captured = self.compiled and device.type == "cuda"
         self.captured = self.captured and self.runner.can_capture(options.batch)
@@ -208,10 +213,10 @@ class DecodeSteps(SessionRows):
         It is captured once for each of the runner's `reaches`. The rows' lengths choose among them
         at each call, so that an answer passes from one to the next.
         """
-        steps = [
-            (reach, self.capture_within(reach, step, tokens, ahead))
-            for reach in self.runner.reaches(ahead, self.cache_len)
-        ]
+        reaches = self.runner.reaches(ahead, self.cache_len)
+        longest = self.longest or self.cache_len
+        needed = [n for n, reach in enumerate(reaches) if n == 0 or reaches[n - 1] < longest]
+        steps = [(reaches[n], self.capture_within(reaches[n], step, tokens, ahead)) for n in needed]
         if len(steps) == 1:
             return steps[0][1]
         rows = tokens // ahead
@@ -244,7 +249,8 @@ class DecodeSteps(SessionRows):
                 for _ in range(2):
                     self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
                     self.last.fill_(-1)  # no token is real, so that recurrent states stay
-                    run()
+                    with self.runner.warming_up():
+                        run()
                 copy_all(kept, self.state)
             if self.captured:
                 torch.cuda.synchronize()

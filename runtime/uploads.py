@@ -4,7 +4,7 @@ A plain copy from pageable memory, such as a mapped file, goes through the drive
 buffer, which one core fills: 7 GB/s on an H200 machine. Here all cores fill a buffer while the GPU
 reads the ones before it at the speed of the link.
 
-    with Uploads(buffers, device):
+    with Uploads(make_buffers, device):
         weight = mapped.to(device)
 
 So what reads a model's files need not know of the buffers. `runtime.host_memory.pinned_uploads`
@@ -12,6 +12,7 @@ allocates them for the time in which a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,23 +33,31 @@ class Uploads(TorchFunctionMode):
 
     It does so in the order of the device's current stream.
 
-    buffers: uint8 tensors of one size, of pinned memory. The stream must have ended before they are
-    freed. mark: as the function of this name.
+    make_buffers: returns uint8 tensors of one size, of memory that is pinned for the life of its
+    argument; none, if there is no such memory: then copies are plain ones. The first copy calls it,
+    since weights may be on the GPU already (cli/upload_ahead.py). The stream must have ended before
+    the buffers are freed. mark: as the function of this name.
     """
 
     def __init__(
         self,
-        buffers: Sequence[Tensor],
+        make_buffers: Callable[["Uploads"], Sequence[Tensor]],
         device: torch.device,
         mark: Callable[[torch.device], Wait] = mark,
     ):
         super().__init__()
-        self.buffers, self.device, self.mark = buffers, device, mark
-        self.waits: list[Wait] = [lambda: None for _ in buffers]  # until the GPU has read a buffer
+        self.make_buffers, self.device, self.mark = make_buffers, device, mark
+        self.waits: list[Wait] = []  # of each buffer: until the GPU has read it
         self.next = 0  # the buffer that was filled first
 
+    @cached_property
+    def buffers(self) -> Sequence[Tensor]:
+        buffers = self.make_buffers(self)
+        self.waits = [lambda: None for _ in buffers]
+        return buffers
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.to and not kwargs and self.takes(*args):
+        if function is Tensor.to and not kwargs and self.takes(*args) and self.buffers:
             return self.send(args[0].contiguous())
         return function(*args, **(kwargs or {}))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from cli.upload_ahead import taken_bytes
 from model import Experts, Linear, Transformer
 
 
@@ -45,6 +46,6 @@ def bytes_per_token(model: Transformer, experts_read: float | None = None) -> in
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory used so far: of the device on CUDA, of the process on CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + taken_bytes()
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -67,7 +67,11 @@ NARROWER = {
     ("models", "tokenizer"): {"models.converter", "models.tiktoken_file"},
     **{
         ("runtime", other): {"runtime.loading"}
-        | ({"runtime.compile_ahead", "runtime.host_memory"} if other == "cli" else set())
+        | (
+            {"runtime.compile_ahead", "runtime.host_memory", "runtime.memory", "runtime.weights"}
+            if other == "cli"
+            else set()
+        )
         for other in ("cli", "checkpoint", "formats", "models", "gguf_files", "parallel", "tp")
     },
 }

@@ -126,6 +126,7 @@ def advised(monkeypatch):
     def read(**options) -> list[tuple[str, int, int]]:
         found.clear()
         defaults = {"model": None, "revision": None, "checkpoint_path": None, "dry_run": False}
+        defaults |= {"device": "cpu", "offload": False}
         read_model_ahead(argparse.Namespace(**defaults | options))
         while threads:
             if thread := threads.pop():
@@ -210,7 +211,8 @@ from pathlib import Path
 from hub.manage import read_model_ahead
 
 folder = Path("checkpoints/tiny-moe")
-read_model_ahead(argparse.Namespace(checkpoint_path=folder, model=None, dry_run=False))
+options = dict(checkpoint_path=folder, model=None, dry_run=False, device="cpu", offload=False)
+read_model_ahead(argparse.Namespace(**options))
 for thread in threading.enumerate():
     if thread.name == "libraries of torch":
         thread.join()

@@ -8,8 +8,9 @@ import torch
 from without_gpu import run_without_gpu
 
 from cli import compile_helper
-from ops import inductor
+from ops import inductor, launch
 from ops.gpu import KNOWN
+from ops.step import rows
 from runtime import compile_ahead as ahead
 
 GPU = KNOWN["sm_90"]
@@ -76,6 +77,7 @@ def compile_some(monkeypatch, tmp_path):
     """Return a function: compile tasks by a helper that ends early -> the helper, how many."""
     monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(ahead, "signature", lambda task: task)
+    monkeypatch.setattr(ahead, "keep_keys", lambda tasks: None)
     monkeypatch.setattr(ahead, "remembered", [])
 
     def run(tasks: list[str], count: int) -> tuple[FakeHelper, int]:
@@ -144,6 +146,37 @@ def test_kernels_of_the_last_run_are_read_while_weights_load(compile_some, monke
         ahead.start_compiling(Source, cuda)
         ahead.stop_compiling()
     assert loaded == ["a", "c"] and not ahead.reading
+
+
+def test_keys_of_kernels_are_kept_for_the_same_sources(monkeypatch, tmp_path):
+    """They name compiled code: a change of a source has to change them."""
+    monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(ahead, "KERNELS", tmp_path)
+    known = {}
+    monkeypatch.setattr(ahead, "known_keys", known)
+    monkeypatch.setattr(launch, "known_keys", known)
+    source, kernel = tmp_path / "a.py", rows._move
+    source.write_text("1")
+    ahead.folder().mkdir(parents=True)
+    ahead.read_keys()
+    assert not known
+    task = json.dumps({"kernel": ["ops.step.rows", "_move"]})
+    ahead.keep_keys([task])
+    ahead.read_keys()
+    assert known == {"ops.step.rows._move": kernel.cache_key} and len(kernel.cache_key) == 64
+    known["ops.step.rows._move"] = "as kept"
+    assert kernel.cache_key == "as kept"
+    ahead.keep_keys([task])  # nothing new
+    ahead.read_keys()
+    assert kernel.cache_key != "as kept"
+    known.clear()
+    source.write_text("12")
+    ahead.read_keys()
+    assert not known
+    ahead.keep_keys([task])
+    ahead.keys_file().write_text("[]")
+    ahead.read_keys()
+    assert not known
 
 
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch):

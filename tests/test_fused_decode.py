@@ -97,6 +97,33 @@ def test_layers_of_a_kind_are_found(name, mode, kinds, length):
     assert kinds_of(fused_layers(model).values()) == kinds
 
 
+@pytest.mark.parametrize("takes", (True, False))
+def test_a_warm_up_launches_one_layer_of_each_kind(takes, monkeypatch):
+    """Attention that the compiler makes runs in all of them: it may be compiled for each."""
+    model, launched = on_meta("gpt-oss-20b", "mxfp4"), []
+    fuse_decode_attention(model)
+    model.setup_cache(1, 64)
+    runner, x = FusedRunner(model), torch.empty(1, 1, model.args.dim, device="meta")
+    runner.is_fused = True
+
+    def forward(layer: FusedLayer, x: torch.Tensor, *_) -> tuple:
+        launched.append(layer)
+        return x, len(launched), len(launched)
+
+    monkeypatch.setattr(FusedLayer, "forward", forward)
+    monkeypatch.setattr(FusedRunner, "runs_layer", lambda *_: True)
+    monkeypatch.setattr(FusedDecodeAttention, "takes", lambda *_: takes)
+
+    def run() -> list:
+        launched.clear()
+        return [runner.block(block, x, x, None, model.norm)[2] for block in model.layers]
+
+    for _ in range(2):
+        with runner.warming_up():
+            assert run() == ([1, 2, 1, 2, 1, 2] if takes else [1, 2, 3, 4, 5, 6])
+        assert run() == [1, 2, 3, 4, 5, 6]
+
+
 def test_what_differs_in_one_setting_is_of_another_kind():
     def layer(**values) -> SimpleNamespace:
         weight = torch.empty(8, 16, device="meta")

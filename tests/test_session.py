@@ -529,6 +529,11 @@ def test_a_repeated_call_is_captured(monkeypatch):
     assert log[3].tolist() == x[2].tolist()  # the captured call reads the tensors of the last one
     cache("a", double, x[3])
     assert found[1][0].data_ptr() != cache("a", double, x[3])[0].data_ptr()
+    log.clear()
+    cache.prepare("b", double, x[1])
+    assert log[0] == "capture" and log[1].tolist() == [1, 1]
+    cache("b", double, x[2])
+    assert log[2:] == ["replay"] and log[1].tolist() == [2, 2]
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
@@ -781,6 +786,33 @@ def test_drafts_are_below_the_bound_too(model):
     speculation.verify = noting
     assert list(speculation.stream(PROMPT * 2, 30, GREEDY)) == want
     assert ends and all((reach == 20) == (end <= 20) for end, reach in ends)
+
+
+def test_steps_of_longer_texts_are_made_when_they_come(model):
+    """A command knows its prompts and answers, and makes what these need before the first token."""
+    want = list(open_session(model, 64).stream(PROMPT, 30, GREEDY))
+    made, known = [], len(PROMPT) + 5
+    session = open_session(model, 64, longest=known)
+    session.runner = BoundedRunner(model, known)
+    make = session.capture_within
+    session.capture_within = lambda reach, *rest: made.append(reach) or make(reach, *rest)
+    assert list(session.stream(PROMPT, 5, GREEDY)) == want[:5] and made == [known]
+    session.reset()
+    assert list(session.stream(PROMPT, 30, GREEDY)) == want and made == [known, known, None]
+    session.reset()
+    assert list(session.stream(PROMPT, 30, GREEDY)) == want and len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    ((None, [8, 32]), ((3,), [8]), ((9,), [32]), ((40,), [8, 32]), ((64,), [32]), ((65,), [])),
+)
+def test_short_prompts_that_are_expected_are_captured(lengths, sizes, model):
+    session = open_session(model, 128, prompt_lengths=lengths)
+    session.short_chunks, calls = (8, 32), []
+    session.run_short_numbers = lambda numbers: calls.append(numbers.shape[1] // 2)
+    session.warm_up(0)
+    assert calls[::2] == sizes
 
 
 def test_which_captured_sessions_have_short_prompts():
