@@ -71,7 +71,6 @@ def prompts_by_kernels() -> Iterator[None]:
 def layer_prompt_errors(layer: RecurrentLayer, projected: Tensor, context: Context) -> list[float]:
     """Return the errors of a prompt's y, and of the state and the window after it."""
     ours = deepcopy(layer)
-    ours.state.arrivals = layer.state.arrivals.clone()
     want = layer.core(projected, context)
     with prompts_by_kernels():
         got = ours.core(projected, context)
@@ -89,7 +88,7 @@ def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[flo
     """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
     found = []
     assert torch.equal(ours.first, plain.first) and not ours.arrivals.any()
-    state, inputs, gates, _ = (name for name, _ in plain.named_buffers())
+    state, inputs, gates, *_ = (name for name, _ in plain.named_buffers())
     # What is not pending has no effect.
     for name, used in {state: None, inputs: plain.width - 1, gates: 0}.items():
         pair = getattr(ours, name), getattr(plain, name)
@@ -98,6 +97,13 @@ def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[flo
             end = None if plain.first[row].any() else used
             found.append(relative_error(*(t[row, :end] for t in pair)))
     return found
+
+
+def after_tokens(form: Callable, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Call a form that updates a state, its last argument, with a copy of that -> y, the copy."""
+    *inputs, state = tokens
+    state = state.clone()
+    return form(*inputs, state, None), state
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

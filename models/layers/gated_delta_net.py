@@ -25,6 +25,7 @@ from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import gated_rms_norm
 from ops.plain.gated_delta import gated_delta_step
+from ops.plain.pending import in_place
 
 
 class DeltaSizes(NamedTuple):
@@ -62,14 +63,13 @@ class DeltaState(PendingState):
         super().__init__(batch, sizes, like, (H, Ck, Cv), K)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: DeltaWeights, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: DeltaWeights, *memory
+    ) -> Tensor:
         tokens = *self.sizes.heads(x), *gates
         if x.shape[1] > 1:
-            return gated_delta_chunk(*tokens, state)
-        q, k, v, g, beta = (t.squeeze(1) for t in tokens)
-        out, after = gated_delta_step(q, k, v, g, beta, state)
-        return out.unsqueeze(1), after
+            return gated_delta_chunk(*tokens, *memory)
+        tokens = [t.squeeze(1) for t in tokens]
+        return in_place(gated_delta_step)(*tokens, *memory).unsqueeze(1)
 
 
 class DeltaRuleLayer(RecurrentLayer):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, Transformer, new_parameter
-from ops.attention.recurrent_parts import causal_conv_silu, masked_gates
+from ops.attention.recurrent_parts import convolve_prompt, masked_gates
 from ops.inductor import materialize
-from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE, last_inputs
+from ops.plain.gated_delta import conv_silu_in_torch
+from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
 
@@ -39,6 +40,7 @@ class PendingState(nn.Module):
     inputs: Tensor
     gates: Tensor
     first: Tensor
+    arrivals: Tensor
     take_in: Callable  # the operator `take_in_pending` of the layer's kernels
 
     def __init__(self, batch: int, sizes: Any, like: Tensor, shape: tuple[int, ...], counters: int):
@@ -49,24 +51,29 @@ class PendingState(nn.Module):
         super().__init__()
         self.sizes, self.width = sizes, sizes.width
         M, device = MAX_TENTATIVE, like.device
-        # `state`, then those of `ops.attention.delta_state.Pending`.
+        # `state`, then those of `ops.attention.delta_state.Pending`. `arrivals` is no row's memory:
+        # scratch of the kernels, zeros between calls.
         buffers = {
             "state": torch.zeros(batch, *shape, dtype=torch.float32, device=device),
             "inputs": like.new_zeros(batch, self.width - 1 + M, sizes.channels),
             "gates": like.new_zeros(batch, M, sizes.gates),
             "first": torch.zeros(batch, shape[0], dtype=torch.int64, device=device),
+            "arrivals": torch.zeros(batch, counters, dtype=torch.int32, device=device),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
-        # Scratch of the kernels: zeros between calls. No buffer, since it is no row's memory.
-        self.arrivals = torch.zeros(batch, counters, dtype=torch.int32, device=device)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: Any, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a call's tokens read from the state [B, Q, ...], and the state after them.
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor],
+        weights: Any,
+        state: Tensor,
+        row: Tensor | None,
+    ) -> Tensor:
+        """Return what a call's tokens read from the state [B, Q, ...]; update that in place.
 
-        x [B, Q, N]: convolved. gates: as of `masked_gates`.
+        x [B, Q, N]: convolved. gates: as of `masked_gates`. row: as of `gated_delta_chunk`.
         """
         raise NotImplementedError
 
@@ -80,23 +87,19 @@ class PendingState(nn.Module):
         row = None if context.chunk is None else rows
         memory = self.state, self.pending(), [*weights]
         self.take_in(*memory, position, context.last, row, self.arrivals)
-        count = count_real(context, B, Q, x.device)
-        real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
-        is_step = Q == 1 and row is None
-        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        masked = masked_gates(gates, weights.a_log, weights.dt_bias, real)
-        convolved = causal_conv_silu(x, window, weights.conv, getattr(weights, "conv_bias", None))
-        y, after = self.advance(convolved, masked, weights, state)
+        masked = masked_gates(gates, weights.a_log, weights.dt_bias, context.last)
+        taps = weights.conv, getattr(weights, "conv_bias", None)
         if 1 < Q <= MAX_TENTATIVE:
+            window, count = self.window[rows], count_real(context, B, Q, x.device)
+            convolved = conv_silu_in_torch(x, window, *taps)
+            y = self.advance(convolved, masked, weights, self.state[rows], None)
             self.keep_pending(rows, count, position, torch.cat((window, x), dim=1), gates)
             return y
-        moved = last_inputs(window, x, count)
-        for buffer, value in ((self.state, after), (self.window, moved)):
-            if is_step:
-                buffer[:B].copy_(value)
-            else:
-                buffer.index_copy_(0, rows, value)
-        return y
+        state, window = self.state, self.window
+        if Q == 1 and row is None:  # a step
+            state, window, rows = state[:B], window[:B], None
+        convolved = convolve_prompt(x, window, *taps, context.last, rows)
+        return self.advance(convolved, masked, weights, state, rows)
 
     def keep_pending(
         self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, gates: Tensor
@@ -120,22 +123,26 @@ class PendingState(nn.Module):
         """The last inputs that the state has taken in, [batch, W - 1, N]."""
         return self.inputs[:, : self.width - 1]
 
+    def memory(self) -> list[Tensor]:
+        """Return all that is remembered of the rows: the state, and the pending tokens."""
+        return [self.state, *self.pending()]
+
     def recurrent(self, row: int) -> list[Tensor]:
         """Return a row's state, with its pending tokens."""
-        return [buffer[row] for buffer in self.buffers()]
+        return [tensor[row] for tensor in self.memory()]
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [1, all values]."""
-        return [buffer[row].view(1, -1) for buffer in self.buffers()]
+        return [tensor[row].view(1, -1) for tensor in self.memory()]
 
     def reset(self, row: int | None = None) -> None:
         """Forget a row's sequence, or all."""
-        for buffer in self.buffers():
-            (buffer if row is None else buffer[row]).zero_()
+        for tensor in self.memory():
+            (tensor if row is None else tensor[row]).zero_()
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(tensor.nbytes for tensor in self.memory())
 
 
 def snapshot_numbers(args: Any, sizes: Any, state: int) -> int:

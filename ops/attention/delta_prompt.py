@@ -23,6 +23,7 @@ from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
 from ops.plain.gated_delta import chunk_in_torch
 from ops.plain.mamba2 import ssm_chunk
+from ops.plain.pending import in_place
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Models in fp32 take three. Of others only the state's update does (of bf16
@@ -164,9 +165,10 @@ def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
 
 
 # Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
+# A program alone reads and writes its columns, in place.
 @jit
 def _scan_chunks(
-    tokens, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
+    tokens, systems, memory, row, out, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
 ):
     H: tl.constexpr = s.heads
     CK: tl.constexpr = s.key_dim
@@ -177,9 +179,9 @@ def _scan_chunks(
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
     chunks = (Q + T - 1) // T
-    state_offsets = c[:, None] * s.channel_step + columns * s.column_step
-    state_offsets += (sequence * H + head) * CK * CV
-    state = tl.load(state + state_offsets)
+    memory += ((tl.load(row + sequence) if row is not None else sequence) * H + head) * CK * CV
+    memory += c[:, None] * s.channel_step + columns * s.column_step
+    state = tl.load(memory)
     key = sequence * QK_BATCH + (head // s.sharing) * CK
     first = (sequence * H + head) * chunks
     place = first * T + i[:, None]
@@ -243,73 +245,84 @@ def _scan_chunks(
             values += T * CV
             keys += T * CK
             scores += T * T
-    tl.store(final + state_offsets, state)
+    tl.store(memory, state)
 
 
-@custom_op("moe_fast::gated_delta_chunk")
+@custom_op("moe_fast::gated_delta_chunk", mutates_args=("state",))
 def gated_delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`chunk_in_torch` by kernels where they run.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    row: Tensor | None = None,
+) -> Tensor:
+    """`chunk_in_torch` by kernels where they run; the state [.., H, Ck, Cv] is updated in place.
 
-    A custom operator, so that Dynamo does not specialize on the number of tokens.
+    row int64 [B]: the rows of the sequences; None: the state has theirs alone. A custom operator,
+    so that Dynamo does not specialize on the number of tokens.
     """
-    arguments = q, k, v, g, beta, state
+    arguments = q, k, v, g, beta, state, row
     if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
-        return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
-    return chunk_in_torch(*arguments)
+        return try_kernels("delta rule", launch_delta_chunk, in_place(chunk_in_torch), *arguments)
+    return in_place(chunk_in_torch)(*arguments)
 
 
 @gated_delta_chunk.register_fake
-def _(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+def _(q, k, v, g, beta, state, row=None) -> Tensor:
+    return v.new_empty(v.shape)
 
 
-@custom_op("moe_fast::state_space_chunk")
+@custom_op("moe_fast::state_space_chunk", mutates_args=("state",))
 def state_space_chunk(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`ssm_chunk` by a kernel where it runs: a custom operator, as `gated_delta_chunk`."""
-    arguments = x, b, c, dt, g, skip, state
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    g: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    row: Tensor | None = None,
+) -> Tensor:
+    """`ssm_chunk` by a kernel where it runs, state [.., H, P, N]; as `gated_delta_chunk`."""
+    arguments = x, b, c, dt, g, skip, state, row
     if can_launch(x) and fit_tiles(b.shape[-1], x.shape[-1]):
-        return try_kernels("state space", launch_ssm_chunk, ssm_chunk, *arguments)
-    return ssm_chunk(*arguments)
+        return try_kernels("state space", launch_ssm_chunk, in_place(ssm_chunk), *arguments)
+    return in_place(ssm_chunk)(*arguments)
 
 
 @state_space_chunk.register_fake
-def _(x, b, c, dt, g, skip, state) -> tuple[Tensor, Tensor]:
-    return state.new_empty(x.shape), state.new_empty(state.shape)
+def _(x, b, c, dt, g, skip, state, row=None) -> Tensor:
+    return state.new_empty(x.shape)
 
 
-def launch_delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `chunk_in_torch` by two kernels."""
-    return _launch_chunks(Tokens(q, k, v, g, beta), state, v.new_empty(v.shape))
+def launch_delta_chunk(q, k, v, g, beta, state: Tensor, row: Tensor | None = None) -> Tensor:
+    """`gated_delta_chunk` by two kernels."""
+    return _launch_chunks(Tokens(q, k, v, g, beta), state, row, v.new_empty(v.shape))
 
 
-def launch_ssm_chunk(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `ssm_chunk` by one kernel."""
-    return _launch_chunks(Tokens(c, b, x, g, dt, skip), state, state.new_empty(x.shape))
+def launch_ssm_chunk(x, b, c, dt, g, skip, state: Tensor, row: Tensor | None = None) -> Tensor:
+    """`state_space_chunk` by one kernel."""
+    return _launch_chunks(Tokens(c, b, x, g, dt, skip), state, row, state.new_empty(x.shape))
 
 
-def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out, which this fills, and the state after all tokens. Raises ValueError."""
+def _launch_chunks(tokens: Tokens, state: Tensor, row: Tensor | None, out: Tensor) -> Tensor:
+    """Return out, which this fills, and update the state. Raises ValueError."""
     q, k, v, g, beta, skip = tokens
     (B, Q, K, CK), (H, CV), is_delta = q.shape, v.shape[-2:], skip is None
     check_shapes(
         k=(k, q.shape),
         g=(g, (B, Q, H) if g.dim() == beta.dim() else (B, Q, H, CK)),
         beta=(beta, (B, Q, H)),
-        state=(state, (B, H, CK, CV) if is_delta else (B, H, CV, CK)),
+        state=(state, (len(state), H, CK, CV) if is_delta else (len(state), H, CV, CK)),
     )
+    if not state.is_contiguous() or (row is None and len(state) != B):
+        raise ValueError(f"a state of {list(state.shape)} with strides {state.stride()}")
     # The heads of each token [heads, C] follow each other in memory.
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
-    final, state = state.new_empty(state.shape), state.contiguous()
     tokens = Tokens(q, k, v, g.float().contiguous(), beta.float().contiguous(), skip)
     kinds = is_delta, g.dim() > beta.dim()
     precision = "tf32x3" if q.dtype == torch.float32 else PRECISION
@@ -323,18 +336,19 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     decayed = Decayed(state, q, state, *parts, state) if layer.channel_decay else None
     of_heads = None if decayed else state
     systems = Systems(*[state] * 3, decayed, of_heads, of_heads) if is_delta else None
-    s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
+    s, options = fit(_scan_chunks, candidates, tokens, systems, state, row, out, *sizes)
     if systems:
         systems = _solve_chunks(tokens, state, sizes, s)
-    grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)
+    grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, row, out)
     launch(_scan_chunks, grid, *tensors, *sizes, settings=s, **options)
-    return out, final
+    return out
 
 
 def _solve_chunks(
     tokens: Tokens, state: Tensor, sizes: tuple[int, ...], s: RuleSettings
 ) -> Systems:
-    B, H, grid = len(state), s.heads, (triton.cdiv(sizes[0], s.rows), s.heads, len(state))
+    B, H = len(tokens.q), s.heads
+    grid = triton.cdiv(sizes[0], s.rows), H, B
     values, keys, scores = (
         state.new_empty(B, H, grid[0], s.rows, C) for C in (s.value_dim, s.key_dim, s.rows)
     )
