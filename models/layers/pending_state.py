@@ -80,35 +80,40 @@ class PendingState(nn.Module):
     def append(self, values: RecurrentInputs, context: Context) -> Tensor:
         """Take in the call's real tokens; return what they read from the state, [B, Q, ...].
 
-        Fewer sequences than there are rows are the first ones.
+        Fewer sequences than there are rows are the first ones. A row whose sequence begins with a
+        chunk has been reset.
         """
-        (x, gates, weights), (B, Q, _) = values, values.x.shape
-        rows, position = call_place(context, B, Q, x.device)
-        row = None if context.chunk is None else rows
-        memory = self.state, self.pending(), [*weights]
-        self.take_in(*memory, position, context.last, row, self.arrivals)
+        (x, gates, weights), (B, Q, _), chunk = values, values.x.shape, context.chunk
+        rows, row = call_rows(context, B, x.device), None if chunk is None else chunk.row
+        # Dynamo would compile a case for a chunk that begins a sequence.
+        if chunk is None or torch.compiler.is_compiling() or chunk.end > Q:
+            memory = self.state, self.pending(), [*weights]
+            begins = call_begins(context, B, Q, x.device)
+            self.take_in(*memory, begins, context.last, row, self.arrivals)
         masked = masked_gates(gates, weights.a_log, weights.dt_bias, context.last)
         taps = weights.conv, getattr(weights, "conv_bias", None)
         if 1 < Q <= MAX_TENTATIVE:
             window, count = self.window[rows], count_real(context, B, Q, x.device)
             convolved = conv_silu_in_torch(x, window, *taps)
             y = self.advance(convolved, masked, weights, self.state[rows], None)
-            self.keep_pending(rows, count, position, torch.cat((window, x), dim=1), gates)
+            begins = call_begins(context, B, Q, x.device)
+            self.keep_pending(rows, count, begins, torch.cat((window, x), dim=1), gates)
             return y
         state, window = self.state, self.window
-        if Q == 1 and row is None:  # a step
+        if Q == 1 and chunk is None:  # a step
             state, window, rows = state[:B], window[:B], None
         convolved = convolve_prompt(x, window, *taps, context.last, rows)
         return self.advance(convolved, masked, weights, state, rows)
 
     def keep_pending(
-        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, gates: Tensor
+        self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor
     ) -> None:
         """Make a call's tokens the pending ones; an idle row's stay.
 
-        inputs: those before the call [B, W - 1, N], then the call's own [B, Q, N].
+        begins: of `call_begins`. inputs: those before the call [B, W - 1, N], then the call's own
+        [B, Q, N].
         """
-        first = (position + 1).expand(-1, self.first.shape[1])
+        first = (begins + 1).expand(-1, self.first.shape[1])
         for memory, value in zip(self.pending(), (inputs, gates, first), strict=True):
             buffer = memory[:, : value.shape[1]]
             exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
@@ -152,10 +157,20 @@ def snapshot_numbers(args: Any, sizes: Any, state: int) -> int:
 
 
 def call_place(context: Context, B: int, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows of a call's sequences [B], and the positions where they begin, [B, 1]."""
+    """Return the rows of a call's sequences, and where they begin."""
+    return call_rows(context, B, device), call_begins(context, B, Q, device)
+
+
+def call_rows(context: Context, B: int, device: torch.device) -> Tensor:
+    """Return the rows of a call's sequences, int64 [B]."""
+    return torch.arange(B, device=device) if context.chunk is None else context.chunk.row
+
+
+def call_begins(context: Context, B: int, Q: int, device: torch.device) -> Tensor:
+    """Return the positions where a call's tokens begin, int64 [B, 1]."""
     if context.chunk is None:
-        return torch.arange(B, device=device), context.positions[:, :1]
-    return context.chunk.row, torch.full((B, 1), context.chunk.end - Q, device=device)
+        return context.positions[:, :1]
+    return torch.full((B, 1), context.chunk.end - Q, device=device)
 
 
 def count_real(context: Context, B: int, Q: int, device: torch.device) -> Tensor:
