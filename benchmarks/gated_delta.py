@@ -24,11 +24,10 @@ from cli.parser import Parser
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import delta, delta_prompt
 from ops.attention.delta import delta_tokens
-from ops.attention.delta_prompt import gated_delta_chunk
-from ops.attention.recurrent_parts import convolve_prompt, gated_rms_norm, masked_gates
+from ops.attention.delta_prompt import delta_chunk_in_torch, gated_delta_chunk
+from ops.attention.recurrent_parts import convolve_prompt, gated_rms_norm
 from ops.inductor import configure_inductor
-from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
-from ops.plain.pending import in_place
+from ops.plain.gated_delta import gated_delta_step
 
 D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C
 N, VALUES = 2 * K * C + H * C, H * C
@@ -161,11 +160,10 @@ def few_row(tokens: int, accepted: int) -> str:
 def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callable) -> Tensor:
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
-    g, beta = masked_gates(ba, layer["a_log"], layer["dt_bias"], None)
     y = convolve_prompt(x, window_of(layer), layer["conv"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
-    out = chunk(q, k, v, g, beta, layer["state"], None)
+    out = chunk(q, k, v, ba, layer["a_log"], layer["dt_bias"], None, layer["state"], None)
     return gated_rms_norm(out, gate.unflatten(-1, (H, C)), layer["norm"], EPS).flatten(2)
 
 
@@ -192,16 +190,13 @@ def prompt_rows(tokens: int) -> None:
     attention = partial(graph_seconds, arguments=[None] * 4)
     whole = attention(lambda _: F.linear(attention_mix(F.linear(x, wqkv)), wo))
     print_row("attention", tokens, whole, attention(lambda _: attention_mix(qkv)), None)
-    start, in_torch = (
-        {name: tensor.clone() for name, tensor in layer.items()},
-        in_place(chunk_in_torch),
-    )
+    start = {name: tensor.clone() for name, tensor in layer.items()}
 
     def mix(chunk: Callable) -> Tensor:
         own = {name: tensor.clone() for name, tensor in start.items()}
         return delta_mix(qkvz, ba, own, chunk)
 
-    want = mix(in_torch)
+    want = mix(delta_chunk_in_torch)
 
     def whole_delta(_) -> Tensor:
         y = delta_mix(F.linear(x, wqkvz), F.linear(x, wba), layer, gated_delta_chunk)
@@ -217,18 +212,19 @@ def prompt_rows(tokens: int) -> None:
                 attention(lambda _: delta_mix(qkvz, ba, layer, gated_delta_chunk)),
             )
         print_row(f"delta, {size}, {precision}", tokens, *times, apart)
-    plain = attention(lambda _: delta_mix(qkvz, ba, layer, in_torch))
+    plain = attention(lambda _: delta_mix(qkvz, ba, layer, delta_chunk_in_torch))
     print(f"{'delta, PyTorch':22}   {'':8}   {plain * 1e6:6.1f}")
 
 
 def rule_difference(tokens: int, precision: str) -> float:
     """Compare the final state with that of the plain form, for strongly and weakly decaying g."""
     q, k, v = normal(1, tokens, K, C), normal(1, tokens, K, C), normal(1, tokens, H, C)
-    g = -(normal(1, tokens, H, dtype=torch.float32) * 2 - 2).exp()
-    beta, state = g.neg().sigmoid(), normal(1, H, C, C, dtype=torch.float32)
-    _, want = chunk_in_torch(q, k, v, g, beta, state)
-    gated_delta_chunk(q, k, v, g, beta, state)
-    return check(f"state, {precision}", difference(state, want), LIMITS[precision])
+    ba, zeros = normal(1, tokens, 2 * H, dtype=torch.float32) * 2, torch.zeros(H, device="cuda")
+    state = normal(1, H, C, C, dtype=torch.float32)
+    got, want = state.clone(), state
+    for form, own in ((gated_delta_chunk, got), (delta_chunk_in_torch, want)):
+        form(q, k, v, ba, zeros, zeros - 2, None, own, None)
+    return check(f"state, {precision}", difference(got, want), LIMITS[precision])
 
 
 def build_parser() -> Parser:

@@ -41,7 +41,6 @@ RECURRENT = {
     "delta rule",
     "state space",
     "convolution",
-    "gates",
     "gated norm",
     "norm of groups",
 }

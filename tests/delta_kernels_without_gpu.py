@@ -26,7 +26,6 @@ from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
     gated_delta_step,
-    masked_gates_in_torch,
     norm_in_torch,
 )
 from ops.plain.pending import MAX_TENTATIVE, convolve_plain, in_place
@@ -34,6 +33,7 @@ from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
     after_tokens,
     counts,
+    from_gates,
     layer_errors,
     layer_prompt_errors,
     print_results,
@@ -222,7 +222,7 @@ def plain_token(x, gates, state, pending, weights, positions, last, arrivals, ep
 
 
 def part_errors(v: Tensor) -> list[float]:
-    """Return the errors of convolution, norm and gates for tokens of v."""
+    """Return the errors of convolution and norm for tokens of v."""
     (B, Q, H, C), parts = v.shape, recurrent_parts
     x, weight = torch.randn(B, Q, 300), torch.randn(300, 4)
     found = []
@@ -235,13 +235,6 @@ def part_errors(v: Tensor) -> list[float]:
     gate, scale = torch.cat((v, v), 2)[:, :, H:].sin(), torch.randn(C)
     norms = (f(v, gate, scale, 1e-6) for f in (parts.launch_norm_heads, norm_in_torch))
     found.append(relative_error(*norms))
-    for G in (H, H * C):
-        ba = 4 * torch.randn(B, Q, H + G + 5)[:, :, 3 : H + G + 3]  # as of a split
-        weights = ba, torch.randn(H), torch.ones(G)
-        for last in (None, torch.arange(Q - 1, Q - 1 - B, -1)):
-            forms = parts.launch_gates, masked_gates_in_torch
-            results = (f(*weights, last) for f in forms)
-            found += [relative_error(*pair) for pair in zip(*results, strict=True)]
     return found
 
 
@@ -253,7 +246,7 @@ def rule_errors(name: str) -> list[float]:
         k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
     found = part_errors(v)
     for decay in (g, *(strength * channels for strength in STRENGTHS)):
-        forms = delta_prompt.launch_delta_chunk, in_place(chunk_in_torch)
+        forms = from_gates(delta_prompt.launch_delta_chunk), in_place(chunk_in_torch)
         results = (after_tokens(f, q, k, v, decay, beta, state) for f in forms)
         found += [relative_error(*pair) for pair in zip(*results, strict=True)]
     return found
@@ -313,20 +306,20 @@ def machine_code() -> dict[str, dict[str, int]]:
     # Kimi Linear 48B-A3B.
     of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
+    launch_chunk = from_gates(delta_prompt.launch_delta_chunk)
+
     def launch_all() -> None:
-        delta_prompt.launch_delta_chunk(*prompt, row)
+        launch_chunk(*prompt, row)
         recurrent_parts.launch_convolution(x, window, weight, None, last, row)
         recurrent_parts.launch_norm_heads(v, v, norm, 1e-6)
-        gates = v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16()
-        recurrent_parts.launch_gates(*gates, last)
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
     with mock.patch.object(DeltaRuleLayer, "mixes_by_kernels", lambda *_: True):
         found = launched_code(launch_all)
-        of_kimi = launched_code(partial(delta_prompt.launch_delta_chunk, *kimi, row))
+        of_kimi = launched_code(partial(launch_chunk, *kimi, row))
         found |= {f"{name} of channels": code for name, code in of_kimi.items()}
         small = random_prompt(1, 256, 2, 4, 16, 16, torch.bfloat16)
-        of_small = launched_code(partial(delta_prompt.launch_delta_chunk, *small))
+        of_small = launched_code(partial(launch_chunk, *small, row))
         found |= {f"{name} of small heads": code for name, code in of_small.items()}
         for T, case in of_channels.items():
             layer, *call = random_few(*case, channel_decay=True)

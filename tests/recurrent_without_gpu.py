@@ -106,6 +106,29 @@ def after_tokens(form: Callable, *tokens: Tensor) -> tuple[Tensor, Tensor]:
     return form(*inputs, state, None), state
 
 
+def from_gates(launch: Callable) -> Callable:
+    """Let `launch_delta_chunk` or `launch_ssm_chunk` take g and beta, or step sizes and g."""
+
+    def call(x: Tensor, y: Tensor, z: Tensor, *rest) -> Tensor:
+        if launch is delta_prompt.launch_ssm_chunk:
+            steps, g, skip, state, row = rest
+            rates, zeros = (-g / steps)[0, 0], torch.zeros_like(steps[0, 0])
+            gates = softplus_of(steps), rates.log(), zeros, skip
+        else:
+            g, beta, state, row = rest
+            zeros = torch.zeros_like(g[0, 0])
+            ba = torch.cat((beta.logit().clamp(max=40), softplus_of(-g).flatten(2)), -1)
+            gates = ba, torch.zeros_like(beta[0, 0]), zeros.flatten()
+        return launch(x, y, z, *gates, None, state, row)
+
+    return call
+
+
+def softplus_of(y: Tensor) -> Tensor:
+    """Return the numbers of which y is the softplus; for 0 some whose softplus is too small."""
+    return y.double().expm1().log().clamp(min=-200).to(y.dtype)
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Return how far got is from want; infinity for NaN, which `max` of errors would pass over."""
     if torch.equal(got, want):

@@ -72,7 +72,7 @@ from tests.delta_kernels_without_gpu import random_prompt as random_rule
 from tests.mamba_kernels_without_gpu import PUBLISHED
 from tests.mamba_kernels_without_gpu import random_call as random_mamba_call
 from tests.prompts_without_gpu import prompt_errors
-from tests.recurrent_without_gpu import after_tokens
+from tests.recurrent_without_gpu import after_tokens, from_gates
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
@@ -1228,7 +1228,7 @@ def test_a_prompt_of_a_delta_layer(tokens):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("tokens", (64, 256, 2048))
-@pytest.mark.parametrize("form", (launch_delta_chunk, in_place(chunk_in_torch)))
+@pytest.mark.parametrize("form", (from_gates(launch_delta_chunk), in_place(chunk_in_torch)))
 def test_a_prompt_with_a_decay_for_each_channel(form, tokens, dtype):
     """At Kimi Linear's sizes."""
     q, k, v, g, beta, state = random_rule(1, tokens, 32, 32, 128, 128, dtype)
@@ -1239,7 +1239,7 @@ def test_a_prompt_with_a_decay_for_each_channel(form, tokens, dtype):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("tokens", (64, 200, 2048))
 @pytest.mark.parametrize("heads, groups", ((64, 8), (48, 1)), ids=("Nemotron 3 Nano", "Granite 4"))
-@pytest.mark.parametrize("form", (launch_ssm_chunk, in_place(ssm_chunk)))
+@pytest.mark.parametrize("form", (from_gates(launch_ssm_chunk), in_place(ssm_chunk)))
 def test_a_prompt_of_mamba2(form, heads, groups, tokens, dtype):
     x = torch.randn(1, tokens, heads, 64).to(dtype)
     b, c = (torch.randn(1, tokens, groups, 128).to(dtype) for _ in "bc")

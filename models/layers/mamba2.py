@@ -26,6 +26,7 @@ from ops.attention.mamba import (
     take_in_pending,
 )
 from ops.attention.recurrent_parts import gated_group_norm
+from ops.plain.gated_delta import masked_gates_in_torch
 from ops.plain.mamba2 import group_norm, ssm_step
 from ops.plain.pending import in_place
 
@@ -68,14 +69,14 @@ class MambaState(PendingState):
         super().__init__(batch, sizes, like, (H, P, N), G)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: MambaWeights, *memory
+        self, x: Tensor, dt: Tensor, weights: MambaWeights, last: Tensor | None, *memory
     ) -> Tensor:
-        g, steps = gates
-        tokens = *self.sizes.parts(x), steps, g
+        tokens, rule = self.sizes.parts(x), (dt, weights.a_log, weights.dt_bias)
         if x.shape[1] > 1:
-            return state_space_chunk(*tokens, weights.skip, *memory).flatten(2)
-        tokens = [t.squeeze(1) for t in tokens]
-        return in_place(ssm_step)(*tokens, weights.skip, *memory).flatten(1).unsqueeze(1)
+            return state_space_chunk(*tokens, *rule, weights.skip, last, *memory).flatten(2)
+        g, steps = masked_gates_in_torch(*rule, last)
+        step = [t.squeeze(1) for t in (*tokens, steps, g)]
+        return in_place(ssm_step)(*step, weights.skip, *memory).flatten(1).unsqueeze(1)
 
 
 class GatedGroupNorm(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, Transformer, new_parameter
-from ops.attention.recurrent_parts import convolve_prompt, masked_gates
+from ops.attention.recurrent_parts import convolve_prompt
 from ops.inductor import materialize
 from ops.plain.gated_delta import conv_silu_in_torch
 from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE
@@ -66,14 +66,15 @@ class PendingState(nn.Module):
     def advance(
         self,
         x: Tensor,
-        gates: tuple[Tensor, Tensor],
+        gates: Tensor,
         weights: Any,
+        last: Tensor | None,
         state: Tensor,
         row: Tensor | None,
     ) -> Tensor:
         """Return what a call's tokens read from the state [B, Q, ...]; update that in place.
 
-        x [B, Q, N]: convolved. gates: as of `masked_gates`. row: as of `gated_delta_chunk`.
+        x [B, Q, N]: convolved. last, row: as of `gated_delta_chunk`.
         """
         raise NotImplementedError
 
@@ -90,12 +91,12 @@ class PendingState(nn.Module):
             memory = self.state, self.pending(), [*weights]
             begins = call_begins(context, B, Q, x.device)
             self.take_in(*memory, begins, context.last, row, self.arrivals)
-        masked = masked_gates(gates, weights.a_log, weights.dt_bias, context.last)
         taps = weights.conv, getattr(weights, "conv_bias", None)
+        given = gates, weights, context.last
         if 1 < Q <= MAX_TENTATIVE:
             window, count = self.window[rows], count_real(context, B, Q, x.device)
             convolved = conv_silu_in_torch(x, window, *taps)
-            y = self.advance(convolved, masked, weights, self.state[rows], None)
+            y = self.advance(convolved, *given, self.state[rows], None)
             begins = call_begins(context, B, Q, x.device)
             self.keep_pending(rows, count, begins, torch.cat((window, x), dim=1), gates)
             return y
@@ -103,7 +104,7 @@ class PendingState(nn.Module):
         if Q == 1 and chunk is None:  # a step
             state, window, rows = state[:B], window[:B], None
         convolved = convolve_prompt(x, window, *taps, context.last, rows)
-        return self.advance(convolved, masked, weights, state, rows)
+        return self.advance(convolved, *given, state, rows)
 
     def keep_pending(
         self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor

@@ -1,4 +1,4 @@
-"""What surrounds the recurrences of ops/attention/delta_prompt.py: convolution, gates, gated norms.
+"""What surrounds the recurrences of ops/attention/delta_prompt.py: convolution, gated norms.
 
 Each is one kernel in eager code; in compiled code Inductor makes kernels of the plain forms. These
 stand in ops/plain/gated_delta.py and ops/plain/mamba2.py, with formulas and letters.
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.attention.delta_state import count_real, fit_tiles, softplus, with_even_rows
+from ops.attention.delta_state import count_real, fit_tiles, with_even_rows
 from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
-from ops.plain.gated_delta import masked_gates_in_torch, norm_in_torch
+from ops.plain.gated_delta import norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
 from ops.plain.pending import convolve_plain
 
@@ -21,13 +21,11 @@ from ops.plain.pending import convolve_plain
 class PartSettings:
     """Sizes that a kernel asks for, and how many of them a program has: s."""
 
-    rows: int  # a program computes: tokens, heads or gates
+    rows: int  # a program computes: tokens or heads
     columns: int = 1  # channels that it convolves
     channels: int = 1  # N
     width: int = 1  # W
     heads: int = 1  # a token has; the norm of groups: its groups
-    gates: int = 1  # numbers of g of a token
-    shares: int = 0  # numbers b of a token, before those that give g
     head_dim: int = 1  # numbers that are normalized together
     eps: float = 0.0
     is_silu: bool = True  # the gate's activation; else sigmoid
@@ -164,42 +162,8 @@ def _launch_norm(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, s: PartSett
     return y
 
 
-# Grid [COUNT / rows]: a program has some of the COUNT numbers of g, and their heads' numbers.
-@jit
-def _compute_gates(ba, a_log, dt_bias, last, g, beta, COUNT, Q, TOKEN, s: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)
-    exists, token, number = at < COUNT, at // s.gates, at % s.gates
-    head = number // (s.gates // s.heads)
-    is_real = exists
-    if last is not None:
-        is_real = token % Q <= tl.load(last + token // Q, mask=exists, other=0)
-    ba += token * TOKEN
-    a = tl.load(ba + s.shares + number, mask=exists, other=0.0).to(tl.float32)
-    step = softplus(a + tl.load(dt_bias + number).to(tl.float32))
-    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    tl.store(g + at, tl.where(is_real, -rate * step, 0.0), mask=exists)
-    is_first = exists & (number % (s.gates // s.heads) == 0)
-    if s.shares > 0:
-        step = tl.sigmoid(tl.load(ba + head, mask=is_first, other=0.0).to(tl.float32))
-    tl.store(beta + token * s.heads + head, tl.where(is_real, step, 0.0), mask=is_first)
-
-
-def launch_gates(
-    ba: Tensor, a_log: Tensor, dt_bias: Tensor, last: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    (B, Q, numbers), H, G = ba.shape, len(a_log), len(dt_bias)
-    check_shapes(ba=(ba, (B, Q, G if numbers == G else H + G)))
-    ba = with_even_rows(ba)
-    g, beta = (ba.new_empty(B, Q, C, dtype=torch.float32) for C in (G, H))
-    s, count = PartSettings(1024, heads=H, gates=G, shares=numbers - G), B * Q * G
-    tensors, grid = (ba, a_log, dt_bias, last, g, beta), (triton.cdiv(count, s.rows),)
-    launch(_compute_gates, grid, *tensors, count, Q, ba.stride(1), settings=s)
-    return (g if G == H else g.unflatten(2, (H, -1))), beta
-
-
 convolve_prompt = _in_eager_code("convolution", launch_convolution, convolve_plain)
 gated_group_norm = _in_eager_code("norm of groups", launch_group_norm, group_norm_in_torch)
-masked_gates = _in_eager_code("gates", launch_gates, masked_gates_in_torch)
 _norm_heads_of_tokens = _in_eager_code("gated norm", launch_norm_heads, norm_in_torch)
 
 

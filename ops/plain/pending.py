@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.plain.gated_delta import conv_silu_in_torch, masked_gates_in_torch
+from ops.plain.gated_delta import conv_silu_in_torch
 
 MAX_TENTATIVE = 16  # tokens of one call that can still be refused
 MAX_SNAPSHOTS = 8  # most copies of a sequence's recurrent states, or rings, that are kept
@@ -29,7 +29,8 @@ def take_in_plain(
     A sequence without a real token stays as it is. pending: inputs [.., W - 1 + M, N], what gives
     the gates [.., M, ..], first [.., H]. row int64 [B]: the rows of the sequences; None: the first.
     weights: have conv [N, W], a_log, dt_bias, and conv_bias or none. advance: takes the result
-    [B, M, N] of the convolution, gates of `masked_gates_in_torch` and a state, and updates this.
+    [B, M, N] of the convolution, what gives its tokens' gates, their `last` and a state, and
+    updates this.
     """
     inputs, gates, first = pending
     rows = torch.arange(len(position), device=state.device) if row is None else row
@@ -42,8 +43,7 @@ def take_in_plain(
     x, new = inputs[rows], state[rows]
     bias = getattr(weights, "conv_bias", None)
     y = conv_silu_in_torch(x[:, past:], x[:, :past], weights.conv, bias)
-    given = masked_gates_in_torch(gates[rows], weights.a_log, weights.dt_bias, accepted - 1)
-    advance(y, *given, new)
+    advance(y, gates[rows], accepted - 1, new)
     state.index_copy_(0, rows, torch.where(accepted.view(-1, 1, 1, 1) > 0, new, state[rows]))
     moved = last_inputs(x[:, :past], x[:, past:], accepted)
     moved = torch.where(changes.view(-1, 1, 1), moved, x[:, :past])
