@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from model import Context
+from model import Chunk, Context
 from models.layers.pending_state import PendingState, RecurrentLayer
 from ops.attention import delta_prompt, recurrent_parts
 from tests import interpreter
@@ -69,19 +69,27 @@ def prompts_by_kernels() -> Iterator[None]:
 
 
 def layer_prompt_errors(layer: RecurrentLayer, projected: Tensor, context: Context) -> list[float]:
-    """Return the errors of a prompt's y, and of the state and the window after it."""
-    ours = deepcopy(layer)
-    want = layer.core(projected, context)
-    with prompts_by_kernels():
-        got = ours.core(projected, context)
-    real = torch.ones(want.shape[:2], dtype=torch.bool)
-    if context.last is not None:
-        real = torch.arange(want.shape[1]) <= context.last.unsqueeze(1)
-    assert torch.equal(ours.state.window, layer.state.window)
-    return [
-        relative_error(*pair)
-        for pair in ((got[real], want[real]), (ours.state.state, layer.state.state))
-    ]
+    """Return the errors of a prompt's y, and of the state and the window after it.
+
+    A prompt of one sequence is then a chunk of the row after it, too.
+    """
+    calls = [context]
+    if len(projected) == 1:
+        chunk = Chunk(torch.tensor([1]), 3 + projected.shape[1])
+        last = torch.tensor([projected.shape[1] - 2])
+        calls.append(context._replace(chunk=chunk, positions=None, last=last))
+    ours, found = deepcopy(layer), []
+    for call in calls:
+        want = layer.core(projected, call)
+        with prompts_by_kernels():
+            got = ours.core(projected, call)
+        real = torch.ones(want.shape[:2], dtype=torch.bool)
+        if call.last is not None:
+            real = torch.arange(want.shape[1]) <= call.last.unsqueeze(1)
+        assert torch.equal(ours.state.window, layer.state.window)
+        pairs = (got[real], want[real]), (ours.state.state, layer.state.state)
+        found += [relative_error(*pair) for pair in pairs]
+    return found
 
 
 def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[float]:
