@@ -12,9 +12,12 @@ from torch import Tensor
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Start copying a host tensor to a device; return the copy."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return sendable(tensor, device).to(device, non_blocking=True)
+
+
+def sendable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor from which `copy_` to a device, non-blocking, does not wait."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Upload:
