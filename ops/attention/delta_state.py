@@ -230,7 +230,7 @@ def find_gates(tokens, sequence, head, Q, s: tl.constexpr):
 def decays_and_shares(found, rows, s: tl.constexpr):
     """Return g and beta [T] of a head for tokens `rows` of a prompt; 0 for those that are not real.
 
-    With a decay for each channel g is of no use.
+    g is of no use if each channel has a decay.
     """
     ba, rate, bias, real = found
     ba, is_real = ba + rows * s.gate_row, rows < real

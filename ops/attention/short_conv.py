@@ -127,7 +127,7 @@ def short_conv(
     `ConvWeights`. positions int64 [B, T]: consecutive. Return c * conv(b * x) [B, T, N].
 
     positions None: a prompt's chunk from position `begin` on, in the ring's row int64 [1]. past:
-    a copy of the W - 1 inputs before it, or as many as there are, [.., N]; None: there are none.
+    a copy of the min(begin, W - 1) inputs before it, [.., N]; None: there are none.
 
     Raises ValueError for a wrong shape, or more tokens than RING_SPARE that are no such chunk.
     """
