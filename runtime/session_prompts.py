@@ -22,7 +22,7 @@ from runtime.runner import InterruptedRunner
 from runtime.sampling import Sampling
 from runtime.session_rows import copy_all
 from runtime.session_steps import PADDING_MULTIPLE, DecodeSteps, SessionOptions
-from runtime.transfers import send, sendable
+from runtime.transfers import integers, send, sendable
 
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
@@ -190,7 +190,7 @@ class Prompts(DecodeSteps):
             else:
                 # Padding is overwritten before it is read.
                 padded = [*part, *[0] * self.padding(len(part))]
-                numbers = torch.tensor([row, 0, len(part) - 1, 0, *padded])
+                numbers = integers([row, 0, len(part) - 1, 0, *padded])
                 logits, *routing = self.run_chunk(numbers, start + len(padded))
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
@@ -253,7 +253,7 @@ class Prompts(DecodeSteps):
             return self.run_model(tokens, positions, last[0], self.runner)
 
         padded = [*part, *[part[-1]] * (size - len(part))]
-        numbers = torch.tensor([[*padded, *range(start, start + size), last]])
+        numbers = integers([*padded, *range(start, start + size), last]).unsqueeze(0)
         if self.graphs is None or not self.runner.can_capture(size):
             return run(send(numbers, self.device))
         return self.graphs((size, None, self.watch), run, sendable(numbers, self.device))
