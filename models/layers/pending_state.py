@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from model import Context, KVCache, Linear, Transformer, new_parameter
 from ops.attention.recurrent_parts import convolve_prompt
 from ops.inductor import materialize
-from ops.plain.gated_delta import conv_silu_in_torch
 from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
@@ -85,26 +84,24 @@ class PendingState(nn.Module):
         chunk has been reset.
         """
         (x, gates, weights), (B, Q, _), chunk = values, values.x.shape, context.chunk
-        rows, row = call_rows(context, B, x.device), None if chunk is None else chunk.row
-        # Dynamo would compile a case for a chunk that begins a sequence.
+        rows = row = call_rows(context, B, x.device)
+        # Compiled in any case: Dynamo would compile the begin of a sequence apart.
         if chunk is None or torch.compiler.is_compiling() or chunk.end > Q:
-            memory = self.state, self.pending(), [*weights]
-            begins = call_begins(context, B, Q, x.device)
-            self.take_in(*memory, begins, context.last, row, self.arrivals)
+            place = call_begins(context, B, Q, x.device), context.last, chunk and chunk.row
+            self.take_in(self.state, self.pending(), [*weights], *place, self.arrivals)
+        state, window, inputs = self.state, self.window, None
+        if 1 < Q <= MAX_TENTATIVE:  # they will be pending: copies take them in
+            state, window, row = state[rows], window[rows], None
+            inputs = torch.cat((window, x), dim=1)
+        elif Q == 1 and chunk is None:  # a step
+            state, window, row = state[:B], window[:B], None
         taps = weights.conv, getattr(weights, "conv_bias", None)
-        given = gates, weights, context.last
-        if 1 < Q <= MAX_TENTATIVE:
-            window, count = self.window[rows], count_real(context, B, Q, x.device)
-            convolved = conv_silu_in_torch(x, window, *taps)
-            y = self.advance(convolved, *given, self.state[rows], None)
-            begins = call_begins(context, B, Q, x.device)
-            self.keep_pending(rows, count, begins, torch.cat((window, x), dim=1), gates)
-            return y
-        state, window = self.state, self.window
-        if Q == 1 and chunk is None:  # a step
-            state, window, rows = state[:B], window[:B], None
-        convolved = convolve_prompt(x, window, *taps, context.last, rows)
-        return self.advance(convolved, *given, state, rows)
+        convolved = convolve_prompt(x, window, *taps, context.last, row)
+        y = self.advance(convolved, gates, weights, context.last, state, row)
+        if inputs is not None:
+            count, begins = (f(context, B, Q, x.device) for f in (count_real, call_begins))
+            self.keep_pending(rows, count, begins, inputs, gates)
+        return y
 
     def keep_pending(
         self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor
