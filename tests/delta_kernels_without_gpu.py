@@ -226,11 +226,15 @@ def part_errors(v: Tensor) -> list[float]:
     (B, Q, H, C), parts = v.shape, recurrent_parts
     x, weight = torch.randn(B, Q, 300), torch.randn(300, 4)
     found = []
-    for bias, last in ((None, None), (torch.randn(300), torch.arange(B).clamp(max=Q) - 1)):
+    for bias, last, few in (
+        (None, None, 0),
+        (torch.randn(300), torch.arange(B).clamp(max=Q) - 1, Q),
+    ):
         windows, row = [torch.randn(B + 2, 3, 300)] * 2, torch.arange(B).flip(0) + 1
         windows[1] = windows[0].clone()
         forms = zip((parts.launch_convolution, convolve_plain), windows, strict=True)
-        found.append(relative_error(*(f(x, own, weight, bias, last, row) for f, own in forms)))
+        with mock.patch.object(parts, "FEW_TOKENS", few):
+            found.append(relative_error(*(f(x, own, weight, bias, last, row) for f, own in forms)))
         assert torch.equal(*windows)
     gate, scale = torch.cat((v, v), 2)[:, :, H:].sin(), torch.randn(C)
     norms = (f(v, gate, scale, 1e-6) for f in (parts.launch_norm_heads, norm_in_torch))
@@ -294,7 +298,7 @@ def errors() -> dict[str, list[float]]:
 def machine_code() -> dict[str, dict[str, int]]:
     """Compile each kernel at the sizes of Qwen3-Next and Qwen3.6-35B-A3B."""
     x, window, weight = (
-        torch.zeros(*n).bfloat16() for n in ((1, 40, 8192), (1, 3, 8192), (8192, 4))
+        torch.zeros(*n).bfloat16() for n in ((1, 300, 8192), (1, 3, 8192), (8192, 4))
     )
     sizes = 16, 32, 128, 128
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)

@@ -1179,7 +1179,9 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
         if real:
             assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
     used = {"gates": tokens, "inputs": 3 + tokens}
-    for name, buffer in layer.state.named_buffers():
+    buffers = dict(layer.state.named_buffers())
+    assert not buffers.pop("arrivals").any()
+    for name, buffer in buffers.items():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name
 

@@ -16,6 +16,10 @@ from ops.plain.gated_delta import norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
 from ops.plain.pending import convolve_plain
 
+# Short prompts have few programs, so each has fewer tokens. 200 tokens of 8,192 channels: 7.1 us,
+# with 16 tokens a program 8.4.
+FEW_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class PartSettings:
@@ -102,7 +106,7 @@ def launch_convolution(
     row: Tensor | None = None,
 ) -> Tensor:
     (B, Q, N), W = x.shape, weight.shape[1]
-    s = PartSettings(16, 256, channels=N, width=W)
+    s = PartSettings(8 if Q <= FEW_TOKENS else 16, 256, channels=N, width=W)
     check_shapes(window=(window, (len(window), W - 1, N)), weight=(weight, (N, W)))
     if window.stride()[1:] != (N, 1) or s.rows < W:
         raise ValueError(f"a window of {W - 1} inputs with strides {window.stride()}")
