@@ -24,10 +24,10 @@ from cli.parser import Parser
 from models.layers.pending_state import MAX_TENTATIVE
 from ops.attention import delta, delta_prompt
 from ops.attention.delta import delta_tokens
-from ops.attention.delta_prompt import gated_delta_chunk
-from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm, masked_gates
+from ops.attention.delta_prompt import delta_chunk_in_torch, gated_delta_chunk
+from ops.attention.recurrent_parts import convolve_prompt, gated_rms_norm
 from ops.inductor import configure_inductor
-from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
+from ops.plain.gated_delta import gated_delta_step
 
 D, K, H, C, W, EPS = 2048, 16, 32, 128, 4, 1e-6  # delta layer; Ck = Cv = C
 N, VALUES = 2 * K * C + H * C, H * C
@@ -97,13 +97,11 @@ def plain_step(layer: dict[str, Tensor]) -> Tensor:
     x, gate = qkvz.split((N, VALUES), -1)
     b, a = layer["ba"].float().squeeze(1).chunk(2, -1)
     g = -layer["a_log"].exp() * F.softplus(a + layer["dt_bias"].float())
-    y = causal_conv_silu(x, window, layer["conv"]).squeeze(1)
+    y = convolve_prompt(x, window, layer["conv"]).squeeze(1)
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.view(batch, K, C), k.view(batch, K, C), v.view(batch, H, C)
     out, new = gated_delta_step(q, k, v, g, b.sigmoid(), state)
-    moved = torch.cat((window, x), 1)[:, 1:]
     state.copy_(new)
-    window.copy_(moved)
     y = gated_rms_norm(out, gate.reshape(batch, H, C), layer["norm"], EPS)
     return y.reshape(batch, 1, VALUES)
 
@@ -162,12 +160,10 @@ def few_row(tokens: int, accepted: int) -> str:
 def delta_mix(qkvz: Tensor, ba: Tensor, layer: dict[str, Tensor], chunk: Callable) -> Tensor:
     """Compute all between a layer's projections for a prompt, as in eager code."""
     x, gate = qkvz.split((N, VALUES), -1)
-    real = torch.ones(*ba.shape[:2], 1, dtype=torch.bool, device="cuda")
-    g, beta = masked_gates(ba, layer["a_log"], layer["dt_bias"], real)
-    y = causal_conv_silu(x, window_of(layer), layer["conv"])
+    y = convolve_prompt(x, window_of(layer), layer["conv"])
     q, k, v = y.split((K * C, K * C, VALUES), -1)
     q, k, v = q.unflatten(-1, (K, C)), k.unflatten(-1, (K, C)), v.unflatten(-1, (H, C))
-    out, _ = chunk(q, k, v, g, beta, layer["state"])
+    out = chunk(q, k, v, ba, layer["a_log"], layer["dt_bias"], None, layer["state"], None)
     return gated_rms_norm(out, gate.unflatten(-1, (H, C)), layer["norm"], EPS).flatten(2)
 
 
@@ -194,7 +190,13 @@ def prompt_rows(tokens: int) -> None:
     attention = partial(graph_seconds, arguments=[None] * 4)
     whole = attention(lambda _: F.linear(attention_mix(F.linear(x, wqkv)), wo))
     print_row("attention", tokens, whole, attention(lambda _: attention_mix(qkv)), None)
-    want = delta_mix(qkvz, ba, layer, chunk_in_torch)
+    start = {name: tensor.clone() for name, tensor in layer.items()}
+
+    def mix(chunk: Callable) -> Tensor:
+        own = {name: tensor.clone() for name, tensor in start.items()}
+        return delta_mix(qkvz, ba, own, chunk)
+
+    want = mix(delta_chunk_in_torch)
 
     def whole_delta(_) -> Tensor:
         y = delta_mix(F.linear(x, wqkvz), F.linear(x, wba), layer, gated_delta_chunk)
@@ -202,7 +204,7 @@ def prompt_rows(tokens: int) -> None:
 
     for size, precision in PROMPT_FORMS:
         with mock.patch.multiple(delta_prompt, CHUNK=size, PRECISION=precision):
-            y = delta_mix(qkvz, ba, layer, gated_delta_chunk)
+            y = mix(gated_delta_chunk)
             check(f"prompt, {size}, {precision}", difference(y, want), 2e-2)
             apart = rule_difference(tokens, precision)
             times = (
@@ -210,16 +212,18 @@ def prompt_rows(tokens: int) -> None:
                 attention(lambda _: delta_mix(qkvz, ba, layer, gated_delta_chunk)),
             )
         print_row(f"delta, {size}, {precision}", tokens, *times, apart)
-    in_torch = attention(lambda _: delta_mix(qkvz, ba, layer, chunk_in_torch))
-    print(f"{'delta, PyTorch':22}   {'':8}   {in_torch * 1e6:6.1f}")
+    plain = attention(lambda _: delta_mix(qkvz, ba, layer, delta_chunk_in_torch))
+    print(f"{'delta, PyTorch':22}   {'':8}   {plain * 1e6:6.1f}")
 
 
 def rule_difference(tokens: int, precision: str) -> float:
     """Compare the final state with that of the plain form, for strongly and weakly decaying g."""
     q, k, v = normal(1, tokens, K, C), normal(1, tokens, K, C), normal(1, tokens, H, C)
-    g = -(normal(1, tokens, H, dtype=torch.float32) * 2 - 2).exp()
-    beta, state = g.neg().sigmoid(), normal(1, H, C, C, dtype=torch.float32)
-    got, want = (f(q, k, v, g, beta, state)[1] for f in (gated_delta_chunk, chunk_in_torch))
+    ba, zeros = normal(1, tokens, 2 * H, dtype=torch.float32) * 2, torch.zeros(H, device="cuda")
+    state = normal(1, H, C, C, dtype=torch.float32)
+    got, want = state.clone(), state
+    for form, own in ((gated_delta_chunk, got), (delta_chunk_in_torch, want)):
+        form(q, k, v, ba, zeros, zeros - 2, None, own, None)
     return check(f"state, {precision}", difference(got, want), LIMITS[precision])
 
 

@@ -35,12 +35,12 @@ from runtime.runner import EagerRunner
 from runtime.session import Session, SessionOptions
 from runtime.weights import stored_bytes
 
-# Uses of kernels in recurrent layers, by the names of `try_kernels`: PyTorch alone has none.
+# Kernels of recurrent layers, most by the names of `try_kernels`: PyTorch alone has none.
 RECURRENT = {
+    "_short_conv",
     "delta rule",
     "state space",
     "convolution",
-    "gates",
     "gated norm",
     "norm of groups",
 }

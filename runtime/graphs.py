@@ -72,13 +72,16 @@ def run_on_host(work: Callable[[], None]) -> None:
 class GraphCache:
     """Calls `function(*tensors)` through a CUDA graph: `cache(key, function, *tensors)`.
 
+    The tensors may be on the host: those of `transfers.sendable`, which a replay copies to where
+    the graph reads them.
+
     A key is captured at its second call: most keys are called once, and a capture takes as long
     as a call. All else that the function reads must keep its address. The oldest key is dropped
     when there are more than MAX_GRAPHS.
     """
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device):
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
 
     def __call__(self, key: Hashable, function: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -86,10 +89,10 @@ class GraphCache:
             self.known[key] = None
             if len(self.known) > MAX_GRAPHS:
                 del self.known[next(iter(self.known))]
-            return function(*tensors)
+            return function(*(tensor.to(self.device, non_blocking=True) for tensor in tensors))
         if replay := self.known[key]:
             return replay(*tensors)
-        inputs = [tensor.clone() for tensor in tensors]
+        inputs = [tensor.to(self.device, copy=True) for tensor in tensors]
         outputs = function(*inputs)  # warm up with these tensors: capture then compiles nothing
         self.known[key] = self.capture(function, inputs)
         return outputs
@@ -107,7 +110,7 @@ class GraphCache:
 
         def replay(*tensors: Tensor) -> tuple[Tensor, ...]:
             for old, new in zip(inputs, tensors, strict=True):
-                old.copy_(new)
+                old.copy_(new, non_blocking=True)
             step.replay()
             return tuple(output.clone() for output in outputs)  # the next replay overwrites them
 

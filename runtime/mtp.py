@@ -24,7 +24,7 @@ from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_steps import PADDING_MULTIPLE
-from runtime.transfers import Upload, send
+from runtime.transfers import Upload, integers, send
 
 MIN_OF_HEAD = 0.2  # the least probability of a head's draft that is verified
 MAX_MTP_DRAFTS = 7  # the pair before them and these are as many tokens as the fused kernels take
@@ -127,7 +127,8 @@ class MTPDrafter(DraftModel):
         if tokens:
             self.model.hidden = hidden
             chunk = Chunk(self.rows, self.filled)
-            self.model(send(torch.tensor([tokens]), self.device), chunk, runner=self.filler)
+            numbers = send(integers(tokens).unsqueeze(0), self.device)
+            self.model(numbers, chunk, runner=self.filler)
 
     def catch_up(self, ids: Sequence[int], begin: int, end: int) -> None:
         """Take in the pairs of the text from position `begin` on, and let a chain begin with those

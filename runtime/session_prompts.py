@@ -22,7 +22,7 @@ from runtime.runner import InterruptedRunner
 from runtime.sampling import Sampling
 from runtime.session_rows import copy_all
 from runtime.session_steps import PADDING_MULTIPLE, DecodeSteps, SessionOptions
-from runtime.transfers import send
+from runtime.transfers import integers, send, sendable
 
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
@@ -68,7 +68,7 @@ class Prompts(DecodeSteps):
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         super().__init__(model, max_seq_len, options)
-        self.graphs = GraphCache() if self.captures_prompts else None
+        self.graphs = GraphCache(self.device) if self.captures_prompts else None
         self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
         # Launches what else is to be compiled ahead.
         self.launch_more: Callable[[FusedRunner], None] = lambda runner: None
@@ -115,7 +115,7 @@ class Prompts(DecodeSteps):
         if self.captured:  # PyTorch forgets a pool when its last graph has gone
             self.pool = torch.cuda.graph_pool_handle()
         if self.graphs is not None:
-            self.graphs = GraphCache()
+            self.graphs = GraphCache(self.device)
 
     def expect(self, longest: int) -> None:
         """Let texts have as many tokens, if fewer were expected: steps are captured anew."""
@@ -127,6 +127,7 @@ class Prompts(DecodeSteps):
         """Compile and capture short chunks, of no real token, where no sequence reaches."""
         for size in expected_chunks(self.short_chunks, self.options.prompt_lengths):
             numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
+            numbers = send(numbers, self.device)
             with without_tuning():
                 for _ in range(2):
                     with self.runner.warming_up():
@@ -218,7 +219,7 @@ class Prompts(DecodeSteps):
             else:
                 # Padding is overwritten before it is read.
                 padded = [*part, *[0] * self.padding(len(part))]
-                numbers = send(torch.tensor([*padded, row, len(part) - 1]), self.device)
+                numbers = integers([row, 0, len(part) - 1, 0, *padded])
                 logits, *routing = self.run_chunk(numbers, start + len(padded))
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
@@ -247,24 +248,25 @@ class Prompts(DecodeSteps):
     def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk that ends before `end`, captured if it repeats.
 
-        numbers [Q + 2]: its tokens, its row, and the index of its last real token. They are one
-        tensor, since the host takes as long for a copy as the GPU for a few kernels.
+        numbers [4 + Q], on the host: its row, 0, the index of its last real token, 0, its tokens:
+        each part is aligned for vector loads. They are one tensor, since the host takes as long for
+        a copy as the GPU for a few kernels.
         """
-        Q, runner = len(numbers) - 2, self.prefill_runner
+        Q, runner = len(numbers) - 4, self.prefill_runner
         if self.batch > 1:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
-            # No views: those would recompile.
-            tokens = numbers[:Q].unsqueeze(0).clone()
-            row, last = (numbers[n : n + 1].clone() for n in (Q, Q + 1))
+            row, last, tokens = numbers[:1], numbers[2:3], numbers[4:].unsqueeze(0)
+            if self.options.compile_prefill:  # views would recompile
+                row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
         # Beside other sequences, prompts are not captured: that takes longer than they may pause.
         captures = self.batch == 1 and self.runner.can_capture(Q)
         if self.graphs is None or not captures:
-            return run(numbers)
-        return self.graphs((Q, end, self.watch), run, numbers)
+            return run(send(numbers, self.device))
+        return self.graphs((Q, end, self.watch), run, sendable(numbers, self.device))
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
@@ -273,15 +275,16 @@ class Prompts(DecodeSteps):
         """
         size, numbers = self.short_chunk(len(part)), self.short_numbers(part, last, start)
         if not self.captures_short(size):
-            return self.run_short_numbers(numbers)
-        return self.graphs((size, None, self.watch), self.run_short_numbers, numbers)
+            return self.run_short_numbers(send(numbers, self.device))
+        key, sent = (size, None, self.watch), sendable(numbers, self.device)
+        return self.graphs(key, self.run_short_numbers, sent)
 
     def captures_short(self, size: int) -> bool:
         """Whether short chunks of this size are captured."""
         return self.graphs is not None and self.runner.can_capture(size)
 
     def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
-        """Return a short chunk's tokens and positions, then `last`, on the device [1, 2 size + 1].
+        """Return a short chunk's tokens and positions, then `last`, on the host [1, 2 size + 1].
 
         Padding repeats the last token, at the positions after it: most of it chooses the same
         experts, and its keys and values are overwritten before they are read. All numbers are one
@@ -289,11 +292,10 @@ class Prompts(DecodeSteps):
         """
         size = self.short_chunk(len(part))
         padded = [*part, *[part[-1]] * (size - len(part))]
-        numbers = torch.tensor([[*padded, *range(start, start + size), last]])
-        return send(numbers, self.device)
+        return integers([*padded, *range(start, start + size), last]).unsqueeze(0)
 
     def run_short_numbers(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """`run_model` on a short chunk. numbers: as of `short_numbers`."""
+        """`run_model` on a short chunk. numbers: those of `short_numbers`, on the device."""
         size = numbers.shape[1] // 2
         tokens, positions, last = numbers.split([size, size, 1], dim=1)
         return self.run_model(tokens, positions, last[0], self.runner)

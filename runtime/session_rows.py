@@ -15,7 +15,7 @@ from ops.step.rows import RowMemory
 from runtime.logit_edits import EditState, make_edit_state
 from runtime.sampling import Sampling, StepState
 from runtime.snapshots import Snapshots
-from runtime.transfers import send
+from runtime.transfers import integers, send
 
 
 class SessionRows:
@@ -90,7 +90,7 @@ class SessionRows:
         self.controls[row] = send(sampling.controls(self.seen.shape[1]), self.device)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self.seeds[row].fill_(seed)
-        self.seen[row].fill_(False).index_fill_(0, send(torch.tensor(ids), self.device), True)
+        self.seen[row].fill_(False).index_fill_(0, send(integers(ids), self.device), True)
 
     def stop_row(self, row: int) -> None:
         """Make a row idle. A step may write past its tokens in the cache, and nowhere else."""

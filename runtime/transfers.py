@@ -4,17 +4,26 @@ A plain copy from the host waits until the GPU has done all work before it: `ten
 `tensor[row] = 1` too. Between a prompt and its first step that would leave the GPU idle.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
+def integers(values: Sequence[int]) -> Tensor:
+    """Return an int64 tensor on the host, in a seventh of the time of `torch.tensor` of a list."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Start copying a host tensor to a device; return the copy."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return sendable(tensor, device).to(device, non_blocking=True)
+
+
+def sendable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor from which `copy_` to a device, non-blocking, does not wait."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Upload:

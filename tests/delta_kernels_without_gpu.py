@@ -26,13 +26,14 @@ from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
     gated_delta_step,
-    masked_gates_in_torch,
     norm_in_torch,
 )
-from ops.plain.pending import MAX_TENTATIVE
+from ops.plain.pending import MAX_TENTATIVE, convolve_plain, in_place
 from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
+    after_tokens,
     counts,
+    from_gates,
     layer_errors,
     layer_prompt_errors,
     print_results,
@@ -221,23 +222,23 @@ def plain_token(x, gates, state, pending, weights, positions, last, arrivals, ep
 
 
 def part_errors(v: Tensor) -> list[float]:
-    """Return the errors of convolution, norm and gates for tokens of v."""
+    """Return the errors of convolution and norm for tokens of v."""
     (B, Q, H, C), parts = v.shape, recurrent_parts
-    x, window, weight = torch.randn(B, Q, 300), torch.randn(B, 3, 300), torch.randn(300, 4)
+    x, weight = torch.randn(B, Q, 300), torch.randn(300, 4)
     found = []
-    for bias in (None, torch.randn(300)):
-        pair = (f(x, window, weight, bias) for f in (parts.launch_convolution, conv_silu_in_torch))
-        found.append(relative_error(*pair))
+    for bias, last, few in (
+        (None, None, 0),
+        (torch.randn(300), torch.arange(B).clamp(max=Q) - 1, Q),
+    ):
+        windows, row = [torch.randn(B + 2, 3, 300)] * 2, torch.arange(B).flip(0) + 1
+        windows[1] = windows[0].clone()
+        forms = zip((parts.launch_convolution, convolve_plain), windows, strict=True)
+        with mock.patch.object(parts, "FEW_TOKENS", few):
+            found.append(relative_error(*(f(x, own, weight, bias, last, row) for f, own in forms)))
+        assert torch.equal(*windows)
     gate, scale = torch.cat((v, v), 2)[:, :, H:].sin(), torch.randn(C)
     norms = (f(v, gate, scale, 1e-6) for f in (parts.launch_norm_heads, norm_in_torch))
     found.append(relative_error(*norms))
-    real = torch.arange(Q).view(1, Q, 1) < torch.arange(Q, Q - B, -1).view(B, 1, 1)
-    for G in (H, H * C):
-        ba = 4 * torch.randn(B, Q, H + G + 5)[:, :, 3 : H + G + 3]  # as of a split
-        weights = ba, torch.randn(H), torch.ones(G)
-        want = masked_gates_in_torch(*weights, real)
-        got = parts.launch_gates(*weights, real)
-        found += [relative_error(*pair) for pair in zip(got, want, strict=True)]
     return found
 
 
@@ -249,8 +250,8 @@ def rule_errors(name: str) -> list[float]:
         k, g, beta = k[:, :1].expand_as(k).contiguous(), g * 0, beta * 0 + 1
     found = part_errors(v)
     for decay in (g, *(strength * channels for strength in STRENGTHS)):
-        forms = delta_prompt.launch_delta_chunk, chunk_in_torch
-        results = (f(q, k, v, decay, beta, state) for f in forms)
+        forms = from_gates(delta_prompt.launch_delta_chunk), in_place(chunk_in_torch)
+        results = (after_tokens(f, q, k, v, decay, beta, state) for f in forms)
         found += [relative_error(*pair) for pair in zip(*results, strict=True)]
     return found
 
@@ -297,32 +298,32 @@ def errors() -> dict[str, list[float]]:
 def machine_code() -> dict[str, dict[str, int]]:
     """Compile each kernel at the sizes of Qwen3-Next and Qwen3.6-35B-A3B."""
     x, window, weight = (
-        torch.zeros(*n).bfloat16() for n in ((1, 40, 8192), (1, 3, 8192), (8192, 4))
+        torch.zeros(*n).bfloat16() for n in ((1, 300, 8192), (1, 3, 8192), (8192, 4))
     )
     sizes = 16, 32, 128, 128
     prompt = random_prompt(1, 2048, *sizes, torch.bfloat16)
     v, norm = prompt[2], weight[:128, 0].contiguous()
-    real = torch.ones(1, 2048, 1, dtype=torch.bool)
+    last = row = torch.zeros(1, dtype=torch.int64)
     *kimi, g, beta, state = random_prompt(1, 2048, 32, *sizes[1:], torch.bfloat16)
     kimi = *kimi, g.unsqueeze(-1).expand(*g.shape, 128), beta, state
     several = {T: random_few(1, T, *sizes, 4, None, (4,), torch.bfloat16) for T in (2, 4, 8, 16)}
     # Kimi Linear 48B-A3B.
     of_channels = {T: (1, T, 32, *sizes[1:], 4, None, (4,), torch.bfloat16) for T in (1, 8, 16)}
 
+    launch_chunk = from_gates(delta_prompt.launch_delta_chunk)
+
     def launch_all() -> None:
-        delta_prompt.launch_delta_chunk(*prompt)
-        recurrent_parts.launch_convolution(x, window, weight)
+        launch_chunk(*prompt, row)
+        recurrent_parts.launch_convolution(x, window, weight, None, last, row)
         recurrent_parts.launch_norm_heads(v, v, norm, 1e-6)
-        gates = v[:, :, 0, :64], torch.zeros(32), torch.zeros(32).bfloat16()
-        recurrent_parts.launch_gates(*gates, real)
         delta_tokens(*random_token(1, *sizes, 4, None, torch.bfloat16))
 
     with mock.patch.object(DeltaRuleLayer, "mixes_by_kernels", lambda *_: True):
         found = launched_code(launch_all)
-        of_kimi = launched_code(partial(delta_prompt.launch_delta_chunk, *kimi))
+        of_kimi = launched_code(partial(launch_chunk, *kimi, row))
         found |= {f"{name} of channels": code for name, code in of_kimi.items()}
         small = random_prompt(1, 256, 2, 4, 16, 16, torch.bfloat16)
-        of_small = launched_code(partial(delta_prompt.launch_delta_chunk, *small))
+        of_small = launched_code(partial(launch_chunk, *small, row))
         found |= {f"{name} of small heads": code for name, code in of_small.items()}
         for T, case in of_channels.items():
             layer, *call = random_few(*case, channel_decay=True)

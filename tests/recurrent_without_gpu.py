@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from model import Context
+from model import Chunk, Context
 from models.layers.pending_state import PendingState, RecurrentLayer
 from ops.attention import delta_prompt, recurrent_parts
 from tests import interpreter
@@ -69,27 +69,34 @@ def prompts_by_kernels() -> Iterator[None]:
 
 
 def layer_prompt_errors(layer: RecurrentLayer, projected: Tensor, context: Context) -> list[float]:
-    """Return the errors of a prompt's y, and of the state and the window after it."""
-    ours = deepcopy(layer)
-    ours.state.arrivals = layer.state.arrivals.clone()
-    want = layer.core(projected, context)
-    with prompts_by_kernels():
-        got = ours.core(projected, context)
-    real = torch.ones(want.shape[:2], dtype=torch.bool)
-    if context.last is not None:
-        real = torch.arange(want.shape[1]) <= context.last.unsqueeze(1)
-    assert torch.equal(ours.state.window, layer.state.window)
-    return [
-        relative_error(*pair)
-        for pair in ((got[real], want[real]), (ours.state.state, layer.state.state))
-    ]
+    """Return the errors of a prompt's y, and of the state and the window after it.
+
+    A prompt of one sequence is then a chunk of the row after it, too.
+    """
+    calls = [context]
+    if len(projected) == 1:
+        chunk = Chunk(torch.tensor([1]), 3 + projected.shape[1])
+        last = torch.tensor([projected.shape[1] - 2])
+        calls.append(context._replace(chunk=chunk, positions=None, last=last))
+    ours, found = deepcopy(layer), []
+    for call in calls:
+        want = layer.core(projected, call)
+        with prompts_by_kernels():
+            got = ours.core(projected, call)
+        real = torch.ones(want.shape[:2], dtype=torch.bool)
+        if call.last is not None:
+            real = torch.arange(want.shape[1]) <= call.last.unsqueeze(1)
+        assert torch.equal(ours.state.window, layer.state.window)
+        pairs = (got[real], want[real]), (ours.state.state, layer.state.state)
+        found += [relative_error(*pair) for pair in pairs]
+    return found
 
 
 def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[float]:
     """Return the errors of state, window and the pending tokens. Rows after the first are equal."""
     found = []
     assert torch.equal(ours.first, plain.first) and not ours.arrivals.any()
-    state, inputs, gates, _ = (name for name, _ in plain.named_buffers())
+    state, inputs, gates, *_ = (name for name, _ in plain.named_buffers())
     # What is not pending has no effect.
     for name, used in {state: None, inputs: plain.width - 1, gates: 0}.items():
         pair = getattr(ours, name), getattr(plain, name)
@@ -98,6 +105,36 @@ def state_errors(ours: PendingState, plain: PendingState, rows: int) -> list[flo
             end = None if plain.first[row].any() else used
             found.append(relative_error(*(t[row, :end] for t in pair)))
     return found
+
+
+def after_tokens(form: Callable, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Call a form that updates a state, its last argument, with a copy of that -> y, the copy."""
+    *inputs, state = tokens
+    state = state.clone()
+    return form(*inputs, state, None), state
+
+
+def from_gates(launch: Callable) -> Callable:
+    """Let `launch_delta_chunk` or `launch_ssm_chunk` take g and beta, or step sizes and g."""
+
+    def call(x: Tensor, y: Tensor, z: Tensor, *rest) -> Tensor:
+        if launch is delta_prompt.launch_ssm_chunk:
+            steps, g, skip, state, row = rest
+            rates, zeros = (-g / steps)[0, 0], torch.zeros_like(steps[0, 0])
+            gates = softplus_of(steps), rates.log(), zeros, skip
+        else:
+            g, beta, state, row = rest
+            zeros = torch.zeros_like(g[0, 0])
+            ba = torch.cat((beta.logit().clamp(max=40), softplus_of(-g).flatten(2)), -1)
+            gates = ba, torch.zeros_like(beta[0, 0]), zeros.flatten()
+        return launch(x, y, z, *gates, None, state, row)
+
+    return call
+
+
+def softplus_of(y: Tensor) -> Tensor:
+    """Return the numbers of which y is the softplus; for 0 some whose softplus is too small."""
+    return y.double().expm1().log().clamp(min=-200).to(y.dtype)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -48,6 +48,7 @@ from ops.inductor_tuning import gpu_ms
 from ops.plain.attention import SHORT_CACHE, attend_chunk
 from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 from ops.plain.mamba2 import ssm_chunk, ssm_step
+from ops.plain.pending import in_place
 from ops.products import experts as moe_decode
 from ops.products import gemv
 from ops.products.tilings import Tiles
@@ -71,6 +72,7 @@ from tests.delta_kernels_without_gpu import random_prompt as random_rule
 from tests.mamba_kernels_without_gpu import PUBLISHED
 from tests.mamba_kernels_without_gpu import random_call as random_mamba_call
 from tests.prompts_without_gpu import prompt_errors
+from tests.recurrent_without_gpu import after_tokens, from_gates
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
@@ -1158,7 +1160,6 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
     sizes = 3, tokens, 16, 32, 128, 128, 4, last, accepted
     layer, projected, context = random_few(*sizes, torch.bfloat16)
     layer, projected = layer.cuda(), projected.cuda()
-    layer.state.arrivals = layer.state.arrivals.cuda()  # no buffer: it is no state
     context = context._replace(positions=context.positions.cuda())
     if last is not None:
         context = context._replace(last=context.last.cuda())
@@ -1178,7 +1179,9 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
         if real:
             assert delta_benchmark.difference(got[row, :real], want[row, :real]) < 2e-2
     used = {"gates": tokens, "inputs": 3 + tokens}
-    for name, buffer in layer.state.named_buffers():
+    buffers = dict(layer.state.named_buffers())
+    assert not buffers.pop("arrivals").any()
+    for name, buffer in buffers.items():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name
 
@@ -1193,7 +1196,6 @@ def test_few_tokens_of_a_mamba_layer(sizes, tokens):
     accepted = (None, 3, 0, 5) * 8
     call = random_mamba_call(32, tokens, *sizes, 4, None, accepted, torch.bfloat16)
     layer, projected, context = call[0].cuda(), call[1].cuda(), call[2]
-    layer.state.arrivals = layer.state.arrivals.cuda()  # no buffer: it is no state
     context = context._replace(positions=context.positions.cuda())
     buffers = dict(layer.state.named_buffers())
     start = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -1228,7 +1230,7 @@ def test_a_prompt_of_a_delta_layer(tokens):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("tokens", (64, 256, 2048))
-@pytest.mark.parametrize("form", (launch_delta_chunk, chunk_in_torch))
+@pytest.mark.parametrize("form", (from_gates(launch_delta_chunk), in_place(chunk_in_torch)))
 def test_a_prompt_with_a_decay_for_each_channel(form, tokens, dtype):
     """At Kimi Linear's sizes."""
     q, k, v, g, beta, state = random_rule(1, tokens, 32, 32, 128, 128, dtype)
@@ -1239,7 +1241,7 @@ def test_a_prompt_with_a_decay_for_each_channel(form, tokens, dtype):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("tokens", (64, 200, 2048))
 @pytest.mark.parametrize("heads, groups", ((64, 8), (48, 1)), ids=("Nemotron 3 Nano", "Granite 4"))
-@pytest.mark.parametrize("form", (launch_ssm_chunk, ssm_chunk))
+@pytest.mark.parametrize("form", (from_gates(launch_ssm_chunk), in_place(ssm_chunk)))
 def test_a_prompt_of_mamba2(form, heads, groups, tokens, dtype):
     x = torch.randn(1, tokens, heads, 64).to(dtype)
     b, c = (torch.randn(1, tokens, groups, 128).to(dtype) for _ in "bc")
@@ -1263,12 +1265,12 @@ def check_recurrent_prompt(form, step, inputs, weights, state):
         want.append(out)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        eager = form(*given)
+        eager = after_tokens(form, *given)
     finally:
         torch.use_deterministic_algorithms(False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = form(*given)
+        replayed = after_tokens(form, *given)
     graph.replay()
     for found in (eager, replayed):
         for got, wanted in zip(found, (torch.stack(want, 1), after), strict=True):

@@ -10,8 +10,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next as reference
 from without_gpu import run_without_gpu
 
 from ops.attention.delta_prompt import gated_delta_chunk
-from ops.attention.recurrent_parts import causal_conv_silu, gated_rms_norm
-from ops.plain.gated_delta import gated_delta_step
+from ops.attention.recurrent_parts import convolve_prompt, gated_rms_norm
+from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
+from tests.recurrent_without_gpu import after_tokens
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
@@ -75,7 +76,7 @@ def theirs(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
 def test_a_prompt_in_chunks_is_transformers(sizes, tokens):
     inputs = random_inputs(tokens, sizes)
     expected = theirs("chunk", *inputs)
-    for got, want in zip(gated_delta_chunk(*inputs), expected, strict=True):
+    for got, want in zip(chunk_in_torch(*inputs), expected, strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE)
 
 
@@ -95,10 +96,11 @@ def test_a_prompt_may_be_cut_anywhere(sizes, tokens, data):
     """Chunks, tokens one by one, and steps reach the same state, whichever comes first."""
     *inputs, state = random_inputs(tokens, sizes)
     cut = data.draw(st.integers(0, tokens - 1))
-    want, final = gated_delta_chunk(*inputs, state)
+    want, final = chunk_in_torch(*inputs, state)
     outs = []
     if cut:
-        out, state = gated_delta_chunk(*(x[:, :cut] for x in inputs), state)
+        first = (x[:, :cut] for x in inputs)
+        out, state = chunk_in_torch(*first, state)
         outs.append(out)
     _, states = one_by_one(*(x[:, cut:] for x in inputs), state)
     for token in range(cut, tokens):
@@ -114,10 +116,11 @@ def test_a_prompt_may_be_cut_anywhere(sizes, tokens, data):
 def test_padding_leaves_the_state_unchanged(sizes, real, padding):
     q, k, v, g, beta, state = random_inputs(real + padding, sizes)
     g[:, real:], beta[:, real:] = 0, 0
-    _, padded = gated_delta_chunk(q, k, v, g, beta, state)
+    _, padded = chunk_in_torch(q, k, v, g, beta, state)
     wanted = state
     if real:
-        wanted = gated_delta_chunk(*(x[:, :real] for x in (q, k, v, g, beta)), state)[1]
+        tokens = (x[:, :real] for x in (q, k, v, g, beta))
+        _, wanted = chunk_in_torch(*tokens, state)
     torch.testing.assert_close(padded, wanted, **TOLERANCE)
 
 
@@ -127,7 +130,7 @@ def test_a_decay_for_each_channel_may_be_strong():
     q, k, v, g, beta, state = random_inputs(128, sizes)
     inputs = q, k, v, 8 * g, beta
     exact, final = one_by_one(*inputs, state)
-    out, after = gated_delta_chunk(*inputs, state)
+    out, after = chunk_in_torch(*inputs, state)
     torch.testing.assert_close(out, exact, **TOLERANCE)
     torch.testing.assert_close(after, final[:, -1], **TOLERANCE)
 
@@ -140,7 +143,7 @@ def test_equal_keys_that_nothing_forgets_stay_exact():
     k = k[:, :1].expand_as(k)
     inputs = q, k, v, torch.zeros_like(g), torch.ones_like(beta)
     exact, final = one_by_one(*inputs, state)
-    out, after = gated_delta_chunk(*inputs, state)
+    out, after = chunk_in_torch(*inputs, state)
     torch.testing.assert_close(out, exact, **TOLERANCE)
     torch.testing.assert_close(after, final[:, -1], **TOLERANCE)
 
@@ -152,8 +155,10 @@ def test_the_convolution_is_transformers(batch, tokens, channels, width):
     x = torch.randn(batch, tokens, channels, generator=generator)
     window = torch.randn(batch, width - 1, channels, generator=generator)
     weight = torch.randn(channels, width, generator=generator)
-    want = reference.causal_conv1d_update(x.mT, window.mT.clone(), weight, None, "silu").mT
-    torch.testing.assert_close(causal_conv_silu(x, window, weight), want)
+    moved = window.mT.clone()
+    want = reference.causal_conv1d_update(x.mT, moved, weight, None, "silu").mT
+    torch.testing.assert_close(convolve_prompt(x, window, weight), want)
+    assert torch.equal(window, moved.mT)
 
 
 @pytest.mark.parametrize("activation", ("silu", "sigmoid"))
@@ -170,9 +175,12 @@ def test_the_gated_norm_is_transformers(dtype, activation):
 
 
 def test_a_prompt_compiles_without_a_loop():
-    inputs = random_inputs(70, dict(batch=1, key_heads=2, repeats=2, key_dim=16, value_dim=8))
+    sizes = dict(batch=1, key_heads=2, repeats=2, key_dim=16, value_dim=8)
+    q, k, v, g, beta, state = random_inputs(70, sizes)
+    inputs = q, k, v, torch.cat((beta, g), -1), g[0, 0], beta[0, 0], torch.tensor([60]), state
     compiled = torch.compile(gated_delta_chunk, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*inputs), gated_delta_chunk(*inputs), strict=True):
+    found = (after_tokens(form, *inputs) for form in (compiled, gated_delta_chunk))
+    for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from formats.kv_cache import Int8KVCache
-from model import Context, KVCache, Linear, ModelArgs, Transformer
+from formats.kv_cache import KV_CACHES, Int8KVCache
+from generate import load_model
+from model import Chunk, Context, KVCache, Linear, ModelArgs, Transformer
 from models.latent_family import LatentArgs, LatentTransformer
 from ops.plain.pending import MAX_TENTATIVE
+from runtime.fused_attention import fuse_decode_attention
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.snapshots import Snapshots
@@ -16,6 +18,7 @@ from runtime.speculation import Speculation
 WIDTH = 16
 DECAY = 0.7
 GREEDY = Sampling(temperature=0)
+REGISTERED = "_parameters", "_buffers", "_modules"
 
 
 def real_tokens(queries: int, context: Context, device: torch.device) -> Tensor:
@@ -230,6 +233,35 @@ def test_a_prefix_ends_at_a_chunk(kind):
     other = [*ids[:13], *prompt(5, 6)]
     assert list(session.stream(other, 6, GREEDY)) == fresh_answer(kind, other, 6)
     assert session.prefilled == len(other) - 8
+
+
+def other_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that a module, or a container in it, has beside parameters and buffers."""
+    values, found = [v for name, v in vars(module).items() if name not in REGISTERED], []
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, dict):
+            values += value.values()
+        elif not isinstance(value, nn.Module | type) and not callable(value):
+            values += vars(value).values() if hasattr(value, "__dict__") else ()
+    return found
+
+
+@pytest.mark.parametrize("name", KV_CACHES)
+def test_everything_moves_with_a_model(family, name):
+    """A tensor that is no buffer would stay behind: a kernel's scratch on the host, for one."""
+    model = load_model(family.directory, "cpu")
+    fuse_decode_attention(model)
+    model.setup_cache(2, 64, KV_CACHES[name])
+    model(torch.arange(20).unsqueeze(0), Chunk(torch.tensor([1]), 20))
+    tokens = torch.arange(4).expand(2, -1)
+    model(tokens, tokens + 20)
+    model.to("meta")
+    assert not [t for module in model.modules() for t in other_tensors(module) if not t.is_meta]
 
 
 @pytest.mark.parametrize("cache_class", (KVCache, Int8KVCache))

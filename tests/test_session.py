@@ -520,7 +520,7 @@ def test_a_repeated_call_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "CapturedStep", FakeCapture)
-    cache = graphs.GraphCache()
+    cache = graphs.GraphCache(torch.device("cpu"))
     x = [torch.full((2,), float(n)) for n in range(4)]
     assert cache("a", double, x[0])[0].tolist() == [0, 0] and log == [x[0]]
     # The fake replay leaves the result of the capture.

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="ops/ needs triton")
 
 from formats import FORMATS
-from model import Context, KVCache
+from model import Chunk, Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.prompt_weights import PromptTile
@@ -96,6 +96,30 @@ def test_a_short_convolution(tokens, length, bias):
     torch.testing.assert_close(cache.kv, after, rtol=0, atol=1e-6)
     real = torch.arange(tokens) <= last.unsqueeze(1)
     torch.testing.assert_close(got[real], want[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "length"), (((70, 140, 1, 200), 512), ((1, 1, 2), 16)), ids=("ring", "whole")
+)
+def test_prompts_of_a_short_convolution(chunks, length):
+    """Chunks of one row, longer and shorter than the ring; the last tokens are padding."""
+    torch.manual_seed(0)
+    sizes = dict(dim=32, conv_channels=160, conv_width=3, conv_bias=True)
+    layer, end = ShortConv(SimpleNamespace(**sizes)), 0
+    cache = layer.allocate(3, length, KVCache, torch.zeros(1))
+    for parameter in (*layer.parameters(), cache.kv):
+        parameter.normal_()
+    for tokens in chunks:
+        end += tokens
+        projected, before = torch.randn(1, tokens, 480), cache.kv.clone()
+        last = torch.tensor([tokens - 2 if tokens == chunks[-1] else tokens - 1])
+        context = Context(None, chunk=Chunk(torch.tensor([1]), end), last=last)
+        want, after = layer.core(projected, context), cache.kv.clone()
+        cache.kv.copy_(before)
+        got = layer.fused_core(projected, context)
+        torch.testing.assert_close(cache.kv, after, rtol=0, atol=1e-6)
+        real = slice(last.item() + 1)
+        torch.testing.assert_close(got[:, real], want[:, real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

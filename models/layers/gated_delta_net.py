@@ -24,7 +24,8 @@ from ops.attention.delta import delta_tokens, kernels_support, take_in_pending
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import gated_rms_norm
-from ops.plain.gated_delta import gated_delta_step
+from ops.plain.gated_delta import gated_delta_step, masked_gates_in_torch
+from ops.plain.pending import in_place
 
 
 class DeltaSizes(NamedTuple):
@@ -62,14 +63,13 @@ class DeltaState(PendingState):
         super().__init__(batch, sizes, like, (H, Ck, Cv), K)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: DeltaWeights, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        tokens = *self.sizes.heads(x), *gates
+        self, x: Tensor, ba: Tensor, weights: DeltaWeights, last: Tensor | None, *memory
+    ) -> Tensor:
+        tokens, rule = self.sizes.heads(x), (ba, weights.a_log, weights.dt_bias, last)
         if x.shape[1] > 1:
-            return gated_delta_chunk(*tokens, state)
-        q, k, v, g, beta = (t.squeeze(1) for t in tokens)
-        out, after = gated_delta_step(q, k, v, g, beta, state)
-        return out.unsqueeze(1), after
+            return gated_delta_chunk(*tokens, *rule, *memory)
+        step = [t.squeeze(1) for t in (*tokens, *masked_gates_in_torch(*rule))]
+        return in_place(gated_delta_step)(*step, *memory).unsqueeze(1)
 
 
 class DeltaRuleLayer(RecurrentLayer):

@@ -26,7 +26,9 @@ from ops.attention.mamba import (
     take_in_pending,
 )
 from ops.attention.recurrent_parts import gated_group_norm
+from ops.plain.gated_delta import masked_gates_in_torch
 from ops.plain.mamba2 import group_norm, ssm_step
+from ops.plain.pending import in_place
 
 
 class MambaSizes(NamedTuple):
@@ -67,16 +69,14 @@ class MambaState(PendingState):
         super().__init__(batch, sizes, like, (H, P, N), G)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: MambaWeights, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        (x, b, c), (g, steps) = self.sizes.parts(x), gates
+        self, x: Tensor, dt: Tensor, weights: MambaWeights, last: Tensor | None, *memory
+    ) -> Tensor:
+        tokens, rule = self.sizes.parts(x), (dt, weights.a_log, weights.dt_bias)
         if x.shape[1] > 1:
-            y, after = state_space_chunk(x, b, c, steps, g, weights.skip, state)
-        else:
-            x, b, c, steps, g = (t.squeeze(1) for t in (x, b, c, steps, g))
-            y, after = ssm_step(x, b, c, steps, g, weights.skip, state)
-            y = y.unsqueeze(1)
-        return y.flatten(2), after
+            return state_space_chunk(*tokens, *rule, weights.skip, last, *memory).flatten(2)
+        g, steps = masked_gates_in_torch(*rule, last)
+        step = [t.squeeze(1) for t in (*tokens, steps, g)]
+        return in_place(ssm_step)(*step, weights.skip, *memory).flatten(1).unsqueeze(1)
 
 
 class GatedGroupNorm(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from model import Context, KVCache, Linear, Transformer, new_parameter
-from ops.attention.recurrent_parts import causal_conv_silu, masked_gates
+from ops.attention.recurrent_parts import convolve_prompt
 from ops.inductor import materialize
-from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE, last_inputs
+from ops.plain.pending import MAX_SNAPSHOTS, MAX_TENTATIVE
 
 PROMPT_CHUNK = 2048  # tokens of a prompt that run at once, if it is not changed
 
@@ -39,6 +39,7 @@ class PendingState(nn.Module):
     inputs: Tensor
     gates: Tensor
     first: Tensor
+    arrivals: Tensor
     take_in: Callable  # the operator `take_in_pending` of the layer's kernels
 
     def __init__(self, batch: int, sizes: Any, like: Tensor, shape: tuple[int, ...], counters: int):
@@ -49,63 +50,68 @@ class PendingState(nn.Module):
         super().__init__()
         self.sizes, self.width = sizes, sizes.width
         M, device = MAX_TENTATIVE, like.device
-        # `state`, then those of `ops.attention.delta_state.Pending`.
+        # `state`, then those of `ops.attention.delta_state.Pending`. `arrivals` is no row's memory:
+        # scratch of the kernels, zeros between calls.
         buffers = {
             "state": torch.zeros(batch, *shape, dtype=torch.float32, device=device),
             "inputs": like.new_zeros(batch, self.width - 1 + M, sizes.channels),
             "gates": like.new_zeros(batch, M, sizes.gates),
             "first": torch.zeros(batch, shape[0], dtype=torch.int64, device=device),
+            "arrivals": torch.zeros(batch, counters, dtype=torch.int32, device=device),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
-        # Scratch of the kernels: zeros between calls. No buffer, since it is no row's memory.
-        self.arrivals = torch.zeros(batch, counters, dtype=torch.int32, device=device)
 
     def advance(
-        self, x: Tensor, gates: tuple[Tensor, Tensor], weights: Any, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a call's tokens read from the state [B, Q, ...], and the state after them.
+        self,
+        x: Tensor,
+        gates: Tensor,
+        weights: Any,
+        last: Tensor | None,
+        state: Tensor,
+        row: Tensor | None,
+    ) -> Tensor:
+        """Return what a call's tokens read from the state [B, Q, ...]; update that in place.
 
-        x [B, Q, N]: convolved. gates: as of `masked_gates`.
+        x [B, Q, N]: convolved. last, row: as of `gated_delta_chunk`.
         """
         raise NotImplementedError
 
     def append(self, values: RecurrentInputs, context: Context) -> Tensor:
         """Take in the call's real tokens; return what they read from the state, [B, Q, ...].
 
-        Fewer sequences than there are rows are the first ones.
+        Fewer sequences than there are rows are the first ones. A row whose sequence begins with a
+        chunk has been reset.
         """
-        (x, gates, weights), (B, Q, _) = values, values.x.shape
-        rows, position = call_place(context, B, Q, x.device)
-        row = None if context.chunk is None else rows
-        memory = self.state, self.pending(), [*weights]
-        self.take_in(*memory, position, context.last, row, self.arrivals)
-        count = count_real(context, B, Q, x.device)
-        real = (torch.arange(Q, device=x.device) < count.unsqueeze(1)).unsqueeze(-1)
-        is_step = Q == 1 and row is None
-        window, state = (t[:B] if is_step else t[rows] for t in (self.window, self.state))
-        masked = masked_gates(gates, weights.a_log, weights.dt_bias, real)
-        convolved = causal_conv_silu(x, window, weights.conv, getattr(weights, "conv_bias", None))
-        y, after = self.advance(convolved, masked, weights, state)
-        if 1 < Q <= MAX_TENTATIVE:
-            self.keep_pending(rows, count, position, torch.cat((window, x), dim=1), gates)
-            return y
-        moved = last_inputs(window, x, count)
-        for buffer, value in ((self.state, after), (self.window, moved)):
-            if is_step:
-                buffer[:B].copy_(value)
-            else:
-                buffer.index_copy_(0, rows, value)
+        (x, gates, weights), (B, Q, _), chunk = values, values.x.shape, context.chunk
+        rows = row = call_rows(context, B, x.device)
+        # Compiled in any case: Dynamo would compile the begin of a sequence apart.
+        if chunk is None or torch.compiler.is_compiling() or chunk.end > Q:
+            place = call_begins(context, B, Q, x.device), context.last, chunk and chunk.row
+            self.take_in(self.state, self.pending(), [*weights], *place, self.arrivals)
+        state, window, inputs = self.state, self.window, None
+        if 1 < Q <= MAX_TENTATIVE:  # they will be pending: copies take them in
+            state, window, row = state[rows], window[rows], None
+            inputs = torch.cat((window, x), dim=1)
+        elif Q == 1 and chunk is None:  # a step
+            state, window, row = state[:B], window[:B], None
+        taps = weights.conv, getattr(weights, "conv_bias", None)
+        convolved = convolve_prompt(x, window, *taps, context.last, row)
+        y = self.advance(convolved, gates, weights, context.last, state, row)
+        if inputs is not None:
+            count, begins = (f(context, B, Q, x.device) for f in (count_real, call_begins))
+            self.keep_pending(rows, count, begins, inputs, gates)
         return y
 
     def keep_pending(
-        self, rows: Tensor, count: Tensor, position: Tensor, inputs: Tensor, gates: Tensor
+        self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor
     ) -> None:
         """Make a call's tokens the pending ones; an idle row's stay.
 
-        inputs: those before the call [B, W - 1, N], then the call's own [B, Q, N].
+        begins: of `call_begins`. inputs: those before the call [B, W - 1, N], then the call's own
+        [B, Q, N].
         """
-        first = (position + 1).expand(-1, self.first.shape[1])
+        first = (begins + 1).expand(-1, self.first.shape[1])
         for memory, value in zip(self.pending(), (inputs, gates, first), strict=True):
             buffer = memory[:, : value.shape[1]]
             exists = (count > 0).view(-1, *[1] * (value.dim() - 1))
@@ -120,22 +126,26 @@ class PendingState(nn.Module):
         """The last inputs that the state has taken in, [batch, W - 1, N]."""
         return self.inputs[:, : self.width - 1]
 
+    def memory(self) -> list[Tensor]:
+        """Return all that is remembered of the rows: the state, and the pending tokens."""
+        return [self.state, *self.pending()]
+
     def recurrent(self, row: int) -> list[Tensor]:
         """Return a row's state, with its pending tokens."""
-        return [buffer[row] for buffer in self.buffers()]
+        return [tensor[row] for tensor in self.memory()]
 
     def row(self, row: int) -> list[Tensor]:
         """Return a row's memory as views [1, all values]."""
-        return [buffer[row].view(1, -1) for buffer in self.buffers()]
+        return [tensor[row].view(1, -1) for tensor in self.memory()]
 
     def reset(self, row: int | None = None) -> None:
         """Forget a row's sequence, or all."""
-        for buffer in self.buffers():
-            (buffer if row is None else buffer[row]).zero_()
+        for tensor in self.memory():
+            (tensor if row is None else tensor[row]).zero_()
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(tensor.nbytes for tensor in self.memory())
 
 
 def snapshot_numbers(args: Any, sizes: Any, state: int) -> int:
@@ -145,10 +155,20 @@ def snapshot_numbers(args: Any, sizes: Any, state: int) -> int:
 
 
 def call_place(context: Context, B: int, Q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows of a call's sequences [B], and the positions where they begin, [B, 1]."""
+    """Return the rows of a call's sequences, and where they begin."""
+    return call_rows(context, B, device), call_begins(context, B, Q, device)
+
+
+def call_rows(context: Context, B: int, device: torch.device) -> Tensor:
+    """Return the rows of a call's sequences, int64 [B]."""
+    return torch.arange(B, device=device) if context.chunk is None else context.chunk.row
+
+
+def call_begins(context: Context, B: int, Q: int, device: torch.device) -> Tensor:
+    """Return the positions where a call's tokens begin, int64 [B, 1]."""
     if context.chunk is None:
-        return torch.arange(B, device=device), context.positions[:, :1]
-    return context.chunk.row, torch.full((B, 1), context.chunk.end - Q, device=device)
+        return context.positions[:, :1]
+    return torch.full((B, 1), context.chunk.end - Q, device=device)
 
 
 def count_real(context: Context, B: int, Q: int, device: torch.device) -> Tensor:

@@ -102,7 +102,12 @@ class ShortConv(nn.Module):
         return self.wout(self.core(self.wbcx(x), context))
 
     def core(self, projected: Tensor, context: Context) -> Tensor:
-        """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections."""
+        """b, c and x [B, Q, 3 N] -> [B, Q, N]: all between the projections.
+
+        The kernel computes prompts in eager code, where each operation would be one.
+        """
+        if context.chunk is not None and self.has_kernel(projected):
+            return self.fused_core(projected, context)
         b, c, x = projected.chunk(3, dim=-1)
         inputs = self.cache.append(b * x, context)
         # Materialized, or Inductor recomputes it in every row of the product.
@@ -113,12 +118,22 @@ class ShortConv(nn.Module):
         is_few = projected.shape[1] <= RING_SPARE and context.chunk is None
         return is_few and can_launch(projected, NAME)
 
+    def has_kernel(self, projected: Tensor) -> bool:
+        """Whether `core` takes it for a prompt."""
+        return not torch.compiler.is_compiling() and can_launch(projected, NAME)
+
     def fused_core(self, projected: Tensor, context: Context) -> Tensor:
         """`core` by one kernel."""
         weights = [self.conv.weight]
         weights += [] if self.conv.bias is None else [self.conv.bias]
-        ring = self.cache.kv[0, :, 0]
-        return short_conv(projected, ring, weights, context.positions, context.last)
+        ring, place = self.cache.kv[0, :, 0], (context.positions, context.last)
+        if context.chunk is not None:
+            row, begin, past = context.chunk.row, context.chunk.end - projected.shape[1], None
+            if count := min(begin, self.width - 1):
+                places = torch.arange(begin - count, begin, device=ring.device)
+                past = ring[row, places % ring.shape[1]]
+            place = *place, row, past, begin
+        return short_conv(projected, ring, weights, *place)
 
 
 def short_conv_recipes(args) -> Recipes:

@@ -358,9 +358,9 @@ def take_in_pending(
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)
         return
 
-    def advance(y: Tensor, g: Tensor, beta: Tensor, old: Tensor) -> Tensor:
+    def advance(y: Tensor, ba: Tensor, last: Tensor, new: Tensor) -> None:
         q, k, v = y.split((K * CK, K * CK, H * CV), dim=-1)
         q, k = (part.unflatten(-1, (K, CK)) for part in (q, k))
-        return gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), g, beta, old)[1]
+        gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), ba, w.a_log, w.dt_bias, last, new)
 
     take_in_plain(state, pending, w, position, last, row, advance)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.attention.delta_state import count_real, softplus
 from ops.launch import jit, launch, tl
 
 
@@ -46,11 +47,15 @@ def _decay_channels(tokens, decayed, scores, totals, Q, QK_BATCH, QK_TOKEN, s: t
     row, column = i[:, None], i[None, :]
     first, is_real = (sequence * s.heads + head) * tl.num_programs(0) + chunk, row < Q - chunk * T
     key = sequence * QK_BATCH + (head // s.sharing) * CK + chunk.to(tl.int64) * T * QK_TOKEN
-    g = tokens.g + ((sequence * Q + chunk * T) * s.heads + head) * CK
+    a = tokens.ba + (sequence * Q + chunk * T) * s.gate_row + s.shares + head * CK
+    bias, rate = tokens.dt_bias + head * CK, tl.exp(tl.load(tokens.a_log + head).to(tl.float32))
+    changes = row < count_real(tokens.last, sequence, Q) - chunk * T
     totals += first * T * CK
     place = first * T * T + (row * T + column)
     for begin in range(0, CK, s.block):
-        decays = tl.load(g + begin + (row * s.heads * CK + c), mask=is_real, other=0.0)
+        steps = tl.load(a + begin + (row * s.gate_row + c), mask=changes, other=0.0).to(tl.float32)
+        steps = softplus(steps + tl.load(bias + begin + c).to(tl.float32))
+        decays = tl.where(changes, -rate * steps, 0.0)
         tl.store(totals + begin + (row * CK + c), tl.cumsum(decays, 0))
     q_products, k_products = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
     tl.debug_barrier()  # other threads have stored the sums

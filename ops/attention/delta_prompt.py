@@ -7,7 +7,7 @@ it, with C, B and x as queries, keys and values.
 
 Layers call `gated_delta_chunk` and `state_space_chunk`: these run the kernels where they can, else
 PyTorch. Formulas, letters and the references: ops/plain/gated_delta.py and ops/plain/mamba2.py.
-Convolution, gates and norms: ops/attention/recurrent_parts.py.
+Convolution and norms: ops/attention/recurrent_parts.py.
 """
 
 from dataclasses import dataclass, replace
@@ -18,11 +18,18 @@ from torch import Tensor
 
 from ops.attention.delta_channels import Decayed, decay_channels
 from ops.attention.delta_chunk import decay_between, dot_fp32, invert_unit_lower
-from ops.attention.delta_state import COLUMNS, fit_tiles
+from ops.attention.delta_state import (
+    COLUMNS,
+    decays_and_shares,
+    find_gates,
+    fit_tiles,
+    with_even_rows,
+)
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
-from ops.plain.gated_delta import chunk_in_torch
+from ops.plain.gated_delta import chunk_in_torch, masked_gates_in_torch
 from ops.plain.mamba2 import ssm_chunk
+from ops.plain.pending import in_place
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Models in fp32 take three. Of others only the state's update does (of bf16
@@ -41,11 +48,13 @@ class RuleSettings:
     key_dim: int
     value_dim: int
     columns: int  # each program has these many of the state's
+    gate_row: int  # numbers from one token's ba to the next one's
     precision: str = "tf32"
     rows: int = 1  # tokens of a chunk
     is_delta: bool = True  # else Mamba-2
     channel_decay: bool = False  # a head has a decay for each channel
 
+    shares = property(lambda s: s.heads if s.is_delta else 0)  # numbers b of a token, before a
     sharing = property(lambda s: s.heads // s.key_heads)  # heads that share a key head
     levels = property(lambda s: s.rows.bit_length() - 1)  # how often a chunk can be halved
     block = property(lambda s: min(s.key_dim, 32))  # channels that `_decay_channels` has at once
@@ -61,8 +70,10 @@ class Tokens(NamedTuple):
     q: Tensor  # [B, Q, K, Ck]; C
     k: Tensor  # [B, Q, K, Ck]; B
     v: Tensor  # [B, Q, H, Cv]; x
-    g: Tensor  # fp32 [B, Q, H], or [B, Q, H, Ck]: logarithms of the decay
-    beta: Tensor  # fp32 [B, Q, H]; step sizes
+    ba: Tensor  # [B, Q, H + H] or [B, Q, H + H Ck], b then a; dt [B, Q, H]
+    a_log: Tensor  # [H]
+    dt_bias: Tensor  # [H] or [H Ck]
+    last: Tensor | None  # int64 [B]: the last real tokens; None: all are
     skip: Tensor | None = None  # D [H], of Mamba-2 alone
 
 
@@ -117,15 +128,13 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
     chunks, i = tl.num_programs(0), tl.arange(0, T)
     rows = chunk * T + i
     is_real, row, column = rows < Q, i[:, None], i[None, :]
-    gates = (sequence * Q + rows) * s.heads + head
-    beta = tl.load(tokens.beta + gates, mask=is_real, other=0.0)
+    g, beta = decays_and_shares(find_gates(tokens, sequence, head, Q, s), rows, s)
     place = ((sequence * s.heads + head) * chunks + chunk) * T + row
     if s.channel_decay:
         products = tl.load(systems.decayed.products + (place * T + column))
         inverse = invert_unit_lower(beta[:, None] * products, s.levels, PRECISION)
         right, keys, is_kept = inverse * beta[None, :], systems.decayed.begun + place * CK, i < T
     else:
-        g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
         total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
         key = sequence * QK_BATCH + (head // s.sharing) * CK
         queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
@@ -164,9 +173,10 @@ def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
 
 
 # Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
+# A program alone reads and writes its columns, in place.
 @jit
 def _scan_chunks(
-    tokens, systems, state, out, final, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
+    tokens, systems, memory, row, out, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl.constexpr
 ):
     H: tl.constexpr = s.heads
     CK: tl.constexpr = s.key_dim
@@ -177,9 +187,9 @@ def _scan_chunks(
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
     chunks = (Q + T - 1) // T
-    state_offsets = c[:, None] * s.channel_step + columns * s.column_step
-    state_offsets += (sequence * H + head) * CK * CV
-    state = tl.load(state + state_offsets)
+    memory += ((tl.load(row + sequence) if row is not None else sequence) * H + head) * CK * CV
+    memory += c[:, None] * s.channel_step + columns * s.column_step
+    state = tl.load(memory)
     key = sequence * QK_BATCH + (head // s.sharing) * CK
     first = (sequence * H + head) * chunks
     place = first * T + i[:, None]
@@ -189,6 +199,7 @@ def _scan_chunks(
         scores = systems.scores + (place * T + i[None, :])
     else:
         skip = tl.load(tokens.skip + head).to(tl.float32)
+        gates = find_gates(tokens, sequence, head, Q, s)
     if s.channel_decay:
         decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[:, None]
     for chunk in range(0, chunks):
@@ -205,8 +216,7 @@ def _scan_chunks(
                 read, write = tl.load(factors), tl.load(factors + T)
                 remains = tl.load(systems.kept + first + chunk)
             else:
-                gates = (sequence * Q + rows) * H + head
-                g = tl.load(tokens.g + gates, mask=is_real, other=0.0)
+                g, beta = decays_and_shares(gates, rows, s)
                 total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
                 read, write, remains = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
             queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
@@ -221,7 +231,7 @@ def _scan_chunks(
             x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV + columns
             x = tl.load(x, mask=is_real[:, None], other=0.0).to(tl.float32)
             y += skip * x
-            correction = x * tl.load(tokens.beta + gates, mask=is_real, other=0.0)[:, None]
+            correction = x * beta[:, None]
         y = tl.dot(products, correction, y, input_precision=s.precision)
         y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
         tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
@@ -243,77 +253,107 @@ def _scan_chunks(
             values += T * CV
             keys += T * CK
             scores += T * T
-    tl.store(final + state_offsets, state)
+    tl.store(memory, state)
 
 
-@custom_op("moe_fast::gated_delta_chunk")
+@custom_op("moe_fast::gated_delta_chunk", mutates_args=("state",))
 def gated_delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`chunk_in_torch` by kernels where they run.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ba: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    last: Tensor | None,
+    state: Tensor,
+    row: Tensor | None = None,
+) -> Tensor:
+    """`chunk_in_torch` by kernels where they run; the state [.., H, Ck, Cv] is updated in place.
 
-    A custom operator, so that Dynamo does not specialize on the number of tokens.
+    ba, a_log, dt_bias and last give g and beta: as of `masked_gates_in_torch`. row int64 [B]: the
+    rows of the sequences; None: the state has theirs alone. A custom operator, so that Dynamo does
+    not specialize on the number of tokens.
     """
-    arguments = q, k, v, g, beta, state
+    arguments = q, k, v, ba, a_log, dt_bias, last, state, row
     if can_launch(q) and fit_tiles(q.shape[-1], v.shape[-1]):
-        return try_kernels("delta rule", launch_delta_chunk, chunk_in_torch, *arguments)
-    return chunk_in_torch(*arguments)
+        return try_kernels("delta rule", launch_delta_chunk, delta_chunk_in_torch, *arguments)
+    return delta_chunk_in_torch(*arguments)
 
 
 @gated_delta_chunk.register_fake
-def _(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+def _(q, k, v, *rest) -> Tensor:
+    return v.new_empty(v.shape)
 
 
-@custom_op("moe_fast::state_space_chunk")
+def delta_chunk_in_torch(q, k, v, ba, a_log, dt_bias, last, state, row) -> Tensor:
+    """`gated_delta_chunk` in PyTorch."""
+    gates = masked_gates_in_torch(ba, a_log, dt_bias, last)
+    return in_place(chunk_in_torch)(q, k, v, *gates, state, row)
+
+
+@custom_op("moe_fast::state_space_chunk", mutates_args=("state",))
 def state_space_chunk(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`ssm_chunk` by a kernel where it runs: a custom operator, as `gated_delta_chunk`."""
-    arguments = x, b, c, dt, g, skip, state
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    last: Tensor | None,
+    state: Tensor,
+    row: Tensor | None = None,
+) -> Tensor:
+    """`ssm_chunk` by a kernel where it runs, state [.., H, P, N]; as `gated_delta_chunk`."""
+    arguments = x, b, c, dt, a_log, dt_bias, skip, last, state, row
     if can_launch(x) and fit_tiles(b.shape[-1], x.shape[-1]):
-        return try_kernels("state space", launch_ssm_chunk, ssm_chunk, *arguments)
-    return ssm_chunk(*arguments)
+        return try_kernels("state space", launch_ssm_chunk, _ssm_chunk, *arguments)
+    return _ssm_chunk(*arguments)
 
 
 @state_space_chunk.register_fake
-def _(x, b, c, dt, g, skip, state) -> tuple[Tensor, Tensor]:
-    return state.new_empty(x.shape), state.new_empty(state.shape)
+def _(x, b, c, dt, a_log, dt_bias, skip, last, state, row=None) -> Tensor:
+    return state.new_empty(x.shape)
 
 
-def launch_delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `chunk_in_torch` by two kernels."""
-    return _launch_chunks(Tokens(q, k, v, g, beta), state, v.new_empty(v.shape))
+def _ssm_chunk(x, b, c, dt, a_log, dt_bias, skip, last, state, row) -> Tensor:
+    g, steps = masked_gates_in_torch(dt, a_log, dt_bias, last)
+    return in_place(ssm_chunk)(x, b, c, steps, g, skip, state, row)
 
 
-def launch_ssm_chunk(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, g: Tensor, skip: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `ssm_chunk` by one kernel."""
-    return _launch_chunks(Tokens(c, b, x, g, dt, skip), state, state.new_empty(x.shape))
+def launch_delta_chunk(q, k, v, ba, a_log, dt_bias, last, state: Tensor, row=None) -> Tensor:
+    """`gated_delta_chunk` by two kernels."""
+    tokens = Tokens(q, k, v, ba, a_log, dt_bias, last)
+    return _launch_chunks(tokens, state, row, v.new_empty(v.shape))
 
 
-def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out, which this fills, and the state after all tokens. Raises ValueError."""
-    q, k, v, g, beta, skip = tokens
+def launch_ssm_chunk(x, b, c, dt, a_log, dt_bias, skip, last, state: Tensor, row=None) -> Tensor:
+    """`state_space_chunk` by one kernel."""
+    tokens = Tokens(c, b, x, dt, a_log, dt_bias, last, skip)
+    return _launch_chunks(tokens, state, row, state.new_empty(x.shape))
+
+
+def _launch_chunks(tokens: Tokens, state: Tensor, row: Tensor | None, out: Tensor) -> Tensor:
+    """Return out, which this fills, and update the state. Raises ValueError."""
+    q, k, v, ba, a_log, dt_bias, last, skip = tokens
     (B, Q, K, CK), (H, CV), is_delta = q.shape, v.shape[-2:], skip is None
+    has_channels = len(dt_bias) > H
     check_shapes(
         k=(k, q.shape),
-        g=(g, (B, Q, H) if g.dim() == beta.dim() else (B, Q, H, CK)),
-        beta=(beta, (B, Q, H)),
-        state=(state, (B, H, CK, CV) if is_delta else (B, H, CV, CK)),
+        ba=(ba, (B, Q, len(dt_bias) + is_delta * H)),
+        dt_bias=(dt_bias, (H * (CK if has_channels else 1),)),
+        state=(state, (len(state), H, CK, CV) if is_delta else (len(state), H, CV, CK)),
     )
+    if not state.is_contiguous() or (row is None and len(state) != B):
+        raise ValueError(f"a state of {list(state.shape)} with strides {state.stride()}")
     # The heads of each token [heads, C] follow each other in memory.
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if q.stride() != k.stride():
         q, k = q.contiguous(), k.contiguous()
-    final, state = state.new_empty(state.shape), state.contiguous()
-    tokens = Tokens(q, k, v, g.float().contiguous(), beta.float().contiguous(), skip)
-    kinds = is_delta, g.dim() > beta.dim()
+    tokens = Tokens(q, k, v, ba := with_even_rows(ba), a_log, dt_bias, last, skip)
     precision = "tf32x3" if q.dtype == torch.float32 else PRECISION
-    layer = RuleSettings(H, K, CK, CV, min(COLUMNS, CV), precision, 1, *kinds)
+    sizes = H, K, CK, CV, min(COLUMNS, CV), ba.stride(1)
+    layer = RuleSettings(*sizes, precision, 1, is_delta, has_channels)
     sizes = Q, *q.stride()[:2], *v.stride()[:2]
     most = max(16, min(CHUNK, triton.next_power_of_2(Q)))
     chunks = (T for T in (64, 32, 16) if most >= T)
@@ -323,18 +363,19 @@ def _launch_chunks(tokens: Tokens, state: Tensor, out: Tensor) -> tuple[Tensor, 
     decayed = Decayed(state, q, state, *parts, state) if layer.channel_decay else None
     of_heads = None if decayed else state
     systems = Systems(*[state] * 3, decayed, of_heads, of_heads) if is_delta else None
-    s, options = fit(_scan_chunks, candidates, tokens, systems, state, out, final, *sizes)
+    s, options = fit(_scan_chunks, candidates, tokens, systems, state, row, out, *sizes)
     if systems:
         systems = _solve_chunks(tokens, state, sizes, s)
-    grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, out, final)
+    grid, tensors = (CV // s.columns, H, B), (tokens, systems, state, row, out)
     launch(_scan_chunks, grid, *tensors, *sizes, settings=s, **options)
-    return out, final
+    return out
 
 
 def _solve_chunks(
     tokens: Tokens, state: Tensor, sizes: tuple[int, ...], s: RuleSettings
 ) -> Systems:
-    B, H, grid = len(state), s.heads, (triton.cdiv(sizes[0], s.rows), s.heads, len(state))
+    B, H = len(tokens.q), s.heads
+    grid = triton.cdiv(sizes[0], s.rows), H, B
     values, keys, scores = (
         state.new_empty(B, H, grid[0], s.rows, C) for C in (s.value_dim, s.key_dim, s.rows)
     )

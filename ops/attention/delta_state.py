@@ -215,6 +215,33 @@ def count_real(last, sequence, tokens):
 
 
 @jit
+def find_gates(tokens, sequence, head, Q, s: tl.constexpr):
+    """Return what `decays_and_shares` takes of a prompt: `found`.
+
+    tokens, s: as of ops/attention/delta_prompt.py.
+    """
+    rate = tl.exp(tl.load(tokens.a_log + head).to(tl.float32))
+    bias = tl.load(tokens.dt_bias + head).to(tl.float32)
+    ba = tokens.ba + sequence * Q * s.gate_row + head
+    return ba, rate, bias, count_real(tokens.last, sequence, Q)
+
+
+@jit
+def decays_and_shares(found, rows, s: tl.constexpr):
+    """Return g and beta [T] of a head for tokens `rows` of a prompt; 0 for those that are not real.
+
+    g is of no use if each channel has a decay.
+    """
+    ba, rate, bias, real = found
+    ba, is_real = ba + rows * s.gate_row, rows < real
+    beta = softplus(tl.load(ba + s.shares, mask=is_real, other=0.0).to(tl.float32) + bias)
+    g = tl.where(is_real, -rate * beta, 0.0)
+    if s.is_delta:
+        beta = tl.sigmoid(tl.load(ba, mask=is_real, other=0.0).to(tl.float32))
+    return g, tl.where(is_real, beta, 0.0)
+
+
+@jit
 def count_accepted(first, place, real, s: tl.constexpr):
     """Return how many pending tokens the call at position `place` follows. first: `Pending`'s."""
     accepted = tl.where((first > 0) & (real > 0), place + 1 - first, 0)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ops.attention.delta_prompt import state_space_chunk
 from ops.attention.delta_state import (
     Memory,
     Pending,
@@ -34,7 +35,6 @@ from ops.attention.delta_state import (
 )
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
-from ops.plain.mamba2 import ssm_chunk
 from ops.plain.pending import take_in_plain
 
 ROWS = 32  # most rows of a head's state in a program
@@ -296,9 +296,10 @@ def take_in_pending(
         launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
         return
 
-    def advance(y: Tensor, g: Tensor, steps: Tensor, old: Tensor) -> Tensor:
+    def advance(y: Tensor, dt: Tensor, last: Tensor, new: Tensor) -> None:
         x, b, c = y.split((H * P, groups * N, groups * N), dim=-1)
         b, c = (each.unflatten(-1, (groups, N)) for each in (b, c))
-        return ssm_chunk(x.unflatten(-1, (H, P)), b, c, steps, g, w.skip, old)[1]
+        rule = w.a_log, w.dt_bias, w.skip, last
+        state_space_chunk(x.unflatten(-1, (H, P)), b, c, dt, *rule, new)
 
     take_in_plain(state, pending, w, position, last, row, advance)

@@ -1,4 +1,4 @@
-"""What surrounds the recurrences of ops/attention/delta_prompt.py: convolution, gates, gated norms.
+"""What surrounds the recurrences of ops/attention/delta_prompt.py: convolution, gated norms.
 
 Each is one kernel in eager code; in compiled code Inductor makes kernels of the plain forms. These
 stand in ops/plain/gated_delta.py and ops/plain/mamba2.py, with formulas and letters.
@@ -10,23 +10,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.attention.delta_state import fit_tiles, softplus, with_even_rows
+from ops.attention.delta_state import count_real, fit_tiles, with_even_rows
 from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
-from ops.plain.gated_delta import conv_silu_in_torch, masked_gates_in_torch, norm_in_torch
+from ops.plain.gated_delta import norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
+from ops.plain.pending import convolve_plain
+
+# Short prompts have few programs, so each has fewer tokens. 200 tokens of 8,192 channels: 7.1 us,
+# with 16 tokens a program 8.4.
+FEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class PartSettings:
     """Sizes that a kernel asks for, and how many of them a program has: s."""
 
-    rows: int  # a program computes: tokens, heads or gates
+    rows: int  # a program computes: tokens or heads
     columns: int = 1  # channels that it convolves
     channels: int = 1  # N
     width: int = 1  # W
     heads: int = 1  # a token has; the norm of groups: its groups
-    gates: int = 1  # numbers of g of a token
-    shares: int = 0  # numbers b of a token, before those that give g
     head_dim: int = 1  # numbers that are normalized together
     eps: float = 0.0
     is_silu: bool = True  # the gate's activation; else sigmoid
@@ -47,8 +50,11 @@ def _in_eager_code(name: str, launch: Callable, plain: Callable) -> Callable:
 
 
 # Grid [N / columns, Q / rows, B]. A lane has all tokens of its channels, so each is loaded once.
+# Only the programs of the first tokens read the window, so these also move it.
 @jit
-def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.constexpr):
+def _convolve_prompt(
+    x, window, weight, bias, last, row, y, Q, X_BATCH, X_TOKEN, WINDOW, s: tl.constexpr
+):
     N: tl.constexpr = s.channels
     W: tl.constexpr = s.width
     channel = tl.program_id(0) * s.columns + tl.arange(0, s.columns)
@@ -56,7 +62,7 @@ def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.cons
     sequence = tl.program_id(2).to(tl.int64)
     is_channel, taps, inputs = channel < N, (), ()
     x += sequence * X_BATCH + channel
-    window += sequence * (W - 1) * N + channel
+    window += (tl.load(row + sequence) if row is not None else sequence) * WINDOW + channel
     y += sequence * Q * N + channel
     for n in tl.static_range(s.rows + W - 1):
         token = first + n - (W - 1)
@@ -72,25 +78,42 @@ def _convolve_prompt(x, window, weight, bias, y, Q, X_BATCH, X_TOKEN, s: tl.cons
     start = tl.zeros([s.columns], tl.float32)
     if bias is not None:
         start += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
-    for row in tl.static_range(s.rows):
+    for number in tl.static_range(s.rows):
         total = start
         for n in tl.static_range(W):
-            total += inputs[row + n] * taps[n]
+            total += inputs[number + n] * taps[n]
         total *= tl.sigmoid(total)
-        exists = is_channel & (first + row < Q)
-        tl.store(y + (first + row) * N, total.to(y.dtype.element_ty), mask=exists)
+        exists = is_channel & (first + number < Q)
+        tl.store(y + (first + number) * N, total.to(y.dtype.element_ty), mask=exists)
+    if tl.program_id(1) == 0:
+        count, kept = tl.full([s.columns], count_real(last, sequence, Q), tl.int32), ()
+        for n in tl.static_range(W - 1):
+            token = count + n - (W - 1)  # negative: of the window
+            new = tl.load(x + token * X_TOKEN, mask=is_channel & (token >= 0), other=0.0)
+            past = window + (token + W - 1) * N
+            kept = kept + (new + tl.load(past, mask=is_channel & (token < 0), other=0.0),)
+        tl.debug_barrier()  # all threads have read the window
+        for n in tl.static_range(W - 1):
+            tl.store(window + n * N, kept[n], mask=is_channel)
 
 
 def launch_convolution(
-    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    last: Tensor | None = None,
+    row: Tensor | None = None,
 ) -> Tensor:
     (B, Q, N), W = x.shape, weight.shape[1]
-    check_shapes(window=(window, (B, W - 1, N)), weight=(weight, (N, W)))
-    x = x if x.stride(2) == 1 else x.contiguous()
-    y, s = x.new_empty(B, Q, N), PartSettings(16, 256, channels=N, width=W)
+    s = PartSettings(8 if Q <= FEW_TOKENS else 16, 256, channels=N, width=W)
+    check_shapes(window=(window, (len(window), W - 1, N)), weight=(weight, (N, W)))
+    if window.stride()[1:] != (N, 1) or s.rows < W:
+        raise ValueError(f"a window of {W - 1} inputs with strides {window.stride()}")
+    x, y = x if x.stride(2) == 1 else x.contiguous(), x.new_empty(B, Q, N)
     grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
-    tensors = x, window.contiguous(), weight, bias, y
-    launch(_convolve_prompt, grid, *tensors, Q, x.stride(0), x.stride(1), settings=s, warps=1)
+    tensors, strides = (x, window, weight, bias, last, row, y), (*x.stride()[:2], window.stride(0))
+    launch(_convolve_prompt, grid, *tensors, Q, *strides, settings=s, warps=1)
     return y
 
 
@@ -143,38 +166,8 @@ def _launch_norm(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, s: PartSett
     return y
 
 
-# Grid [COUNT / rows]: a program has some of the COUNT numbers of g, and their heads' numbers.
-@jit
-def _compute_gates(ba, a_log, dt_bias, real, g, beta, COUNT, TOKEN, s: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * s.rows + tl.arange(0, s.rows)
-    exists, token, number = at < COUNT, at // s.gates, at % s.gates
-    head = number // (s.gates // s.heads)
-    is_real = tl.load(real + token, mask=exists, other=0) != 0
-    ba += token * TOKEN
-    a = tl.load(ba + s.shares + number, mask=exists, other=0.0).to(tl.float32)
-    step = softplus(a + tl.load(dt_bias + number).to(tl.float32))
-    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    tl.store(g + at, tl.where(is_real, -rate * step, 0.0), mask=exists)
-    is_first = exists & (number % (s.gates // s.heads) == 0)
-    if s.shares > 0:
-        step = tl.sigmoid(tl.load(ba + head, mask=is_first, other=0.0).to(tl.float32))
-    tl.store(beta + token * s.heads + head, tl.where(is_real, step, 0.0), mask=is_first)
-
-
-def launch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    (B, Q, numbers), H, G = ba.shape, len(a_log), len(dt_bias)
-    check_shapes(ba=(ba, (B, Q, G if numbers == G else H + G)), real=(real, (B, Q, 1)))
-    ba, real = with_even_rows(ba), real.contiguous()
-    g, beta = (ba.new_empty(B, Q, C, dtype=torch.float32) for C in (G, H))
-    s, count = PartSettings(1024, heads=H, gates=G, shares=numbers - G), B * Q * G
-    tensors, grid = (ba, a_log, dt_bias, real, g, beta), (triton.cdiv(count, s.rows),)
-    launch(_compute_gates, grid, *tensors, count, ba.stride(1), settings=s)
-    return (g if G == H else g.unflatten(2, (H, -1))), beta
-
-
-causal_conv_silu = _in_eager_code("convolution", launch_convolution, conv_silu_in_torch)
+convolve_prompt = _in_eager_code("convolution", launch_convolution, convolve_plain)
 gated_group_norm = _in_eager_code("norm of groups", launch_group_norm, group_norm_in_torch)
-masked_gates = _in_eager_code("gates", launch_gates, masked_gates_in_torch)
 _norm_heads_of_tokens = _in_eager_code("gated norm", launch_norm_heads, norm_in_torch)
 
 

@@ -53,9 +53,9 @@ def gates_in_torch(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, 
 
 
 def masked_gates_in_torch(
-    ba: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor
+    ba: Tensor, a_log: Tensor, dt_bias: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return g and beta of `gates_in_torch`, with 0 for tokens that are not real [B, Q, 1].
+    """Return g and beta of `gates_in_torch`, with 0 for tokens past last [B]; None: for none.
 
     Such tokens change no state. ba may be the dt [B, Q, H] of Mamba-2: then beta is the step sizes
     of `time_steps`.
@@ -64,6 +64,9 @@ def masked_gates_in_torch(
         g, beta = gates_in_torch(ba, a_log, dt_bias)
     else:
         beta, g = time_steps(ba, a_log, dt_bias)
+    if last is None:
+        return g, beta
+    real = (torch.arange(ba.shape[1], device=ba.device) <= last.unsqueeze(1)).unsqueeze(-1)
     kept = real if g.dim() == real.dim() else real.unsqueeze(-1)
     return torch.where(kept, g, 0.0), torch.where(real, beta, 0.0)
 
