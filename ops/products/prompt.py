@@ -36,6 +36,7 @@ from ops.products.prompt_weights import (
     load_scales,
     number_of_field,
     prompt_operands,
+    scale_factors,
     weight_field,
 )
 from ops.products.units import finish
@@ -137,17 +138,20 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    fetched = None
-    if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
+    factors, fetched = None, None
+    if s.step_scaled:  # prefetched two steps ahead: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
+        factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+        fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
+            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
             if s.step_scaled:
-                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
+                factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+                fetched = load_scales(weights, weight_rows, start + 2 * s.tile.numbers, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
@@ -276,7 +280,7 @@ def grouped_gemm(
     candidates = (
         (
             PromptSettings(out, width, E, kind, bits, group, t, active, activation),
-            dict(warps=t.warps, stages=t.stages),
+            dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles
     )

@@ -42,6 +42,7 @@ class PromptTile:
     stages: int = 3  # steps in flight
     near: int = 16  # blocks of outputs that run before the next rows of x
     tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
+    registers: int | None = None  # most of a lane; None: the compiler's choice
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class PromptSettings(Codes):
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
     run = property(lambda s: grouped_run(s.width, s.bits))
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
+    # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
+    paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
+    scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
+    # Or a second factor: the result of `scale_factors` has two numbers a group.
+    has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
@@ -94,6 +100,8 @@ def prompt_operands(
     if bits < 16:
         high = None if tensors.high is None else tensors.high.view(torch.int16)
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
+    if kind == "mxfp4" and tensors.scale.shape[-1] % 2 == 0:
+        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     return tensors, bits, group
 
 
@@ -134,12 +142,14 @@ def load_above(plane, rows, start, s: tl.constexpr):
 def load_scales(weights, rows, start, s: tl.constexpr):
     """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
     BK: tl.constexpr = s.tile.numbers
-    UNITS: tl.constexpr = s.group // s.fields  # units of a group
+    GROUPS: tl.constexpr = s.width // s.scale_numbers
+    UNITS: tl.constexpr = s.scale_numbers // s.fields  # units of a group, or of a pair
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
-    EACH: tl.constexpr = min(BK // s.fields // 2, UNITS & -UNITS)
+    MOST: tl.constexpr = BK // s.fields if s.paired else BK // s.fields // 2
+    EACH: tl.constexpr = min(MOST, UNITS & -UNITS)
     group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
-    group = rows * (s.width // s.group) + tl.minimum(group, s.width // s.group - 1)
+    group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
     scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
@@ -148,54 +158,71 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 
 @jit
-def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert the result of `load_scales` to a factor and an offset for each unit of a step.
+def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert the result of `load_scales` to a factor and an offset of each group, [BN, n].
 
     A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields.
+    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units.
     """
-    COUNT: tl.constexpr = s.tile.numbers // s.fields
     scale, zero = fetched
     offset = 0.0
     if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        both = tl.join(even, odd)[:, :, None, :]  # of even and of odd units
-        n: tl.constexpr = even.shape[1]
-        both = tl.broadcast_to(both, [even.shape[0], n, COUNT // n // 2, 2])
-        factor = tl.reshape(both, [even.shape[0], COUNT])
-    else:
-        if s.kind == "mxfp4":
-            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
-            scale = scale.to(tl.float32)  # or Triton would round products to fp16
-        elif s.half_quadratic:
-            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-            if weights.scale_step is not None:
-                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-                scale = scale * step + low
-                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-                zero = zero * step + low
-            offset = _expand(hqq_offset(scale, zero, DTYPE), COUNT)
-        elif s.kind == "q4_k" or s.kind == "q5_k":
-            scale, least = scale_and_min(scale, zero)
-            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
-        elif s.kind == "q6_k":
-            step = zero.to(tl.float32)
-            scale, other = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
-            offset = _expand(other, COUNT)
-        elif s.gguf:
-            scale = scale.to(tl.float32)
-            if weights.step is not None:
-                scale *= zero.to(tl.float32)
-        factor = _expand(scale, COUNT)
-    return factor, offset
+        scale, offset = pair_factors(scale, DTYPE)
+    elif s.kind == "mxfp4":
+        scale = scale.to(tl.int32)
+        if s.paired:
+            n: tl.constexpr = scale.shape[1]
+            both = tl.join(scale & 0xFF, scale >> 8 & 0xFF)
+            scale = tl.reshape(both, [scale.shape[0], 2 * n])
+        scale = e2m1_factor(scale, DTYPE)
+    elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+        scale = scale.to(tl.float32)  # or Triton would round products to fp16
+    elif s.kind == "int4":
+        scale = scale.to(tl.int16, bitcast=True)
+    elif s.half_quadratic:
+        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+        if weights.scale_step is not None:
+            step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+            scale = scale * step + low
+            step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+            zero = zero * step + low
+        offset = hqq_offset(scale, zero, DTYPE)
+    elif s.kind == "q4_k" or s.kind == "q5_k":
+        scale, least = scale_and_min(scale, zero)
+        offset = least - scale * (8.0 if s.kind == "q4_k" else 16.0)
+    elif s.kind == "q6_k":
+        step = zero.to(tl.float32)
+        scale, offset = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
+    elif s.gguf:
+        scale = scale.to(tl.float32)
+        if weights.step is not None:
+            scale *= zero.to(tl.float32)
+    return scale, offset
 
 
 @jit
-def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+def unit_factors(factors, s: tl.constexpr):
+    """Return the factor and the offset of each unit of a step, by `scale_factors` of groups."""
+    COUNT: tl.constexpr = s.tile.numbers // s.fields
+    factor, offset = factors
+    if s.kind == "nvfp4":
+        both = tl.join(factor, offset)[:, :, None, :]
+        n: tl.constexpr = factor.shape[1]
+        both = tl.broadcast_to(both, [factor.shape[0], n, COUNT // n // 2, 2])
+        return tl.reshape(both, [factor.shape[0], COUNT]), 0.0
+    else:
+        if factor.dtype == tl.int16:
+            factor = factor.to(tl.bfloat16, bitcast=True)
+        if s.has_offset:
+            offset = _expand(offset, COUNT)
+        return _expand(factor, COUNT), offset
+
+
+@jit
+def load_numbers(weights, factors, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
     """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
 
-    fetched: their result of `load_scales`. at: rows of the weight [BN, 1] and of its blocks'
+    factors: their result of `scale_factors`. at: rows of the weight [BN, 1] and of its blocks'
     scales, and units [1, n]. inside: which units a row has; None: all.
     """
     rows, scale_rows, unit = at
@@ -213,7 +240,7 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
         factor = tl.load(weights.scale + scale_rows * (s.width // s.group) + block)
         factor *= 256.0  # of `decode`
     elif s.step_scaled:
-        factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
+        factor, offset = unit_factors(factors, s)
     return units, above, factor, offset
 
 
@@ -263,6 +290,7 @@ def _unpack(weights, y, s: tl.constexpr):
     inside, fetched, factor = unit < s.width // s.fields, None, None
     if s.step_scaled:
         fetched = load_scales(weights, row, start, s)
+        fetched = scale_factors(fetched, weights, row, s, DTYPE)
     at = (row, row // s.group, unit)
     numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
     if s.has_row_scale:
