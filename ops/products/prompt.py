@@ -39,7 +39,7 @@ from ops.products.prompt_weights import (
     scale_factors,
     weight_field,
 )
-from ops.products.units import finish
+from ops.products.units import finish, finish_int4
 
 
 class Speed(NamedTuple):
@@ -74,10 +74,11 @@ def _find_rows(tile, group_ends, s: tl.constexpr):
 
 
 @jit
-def _load_rows(x, rows, present, k, s: tl.constexpr):
-    """Load numbers k of rows of x, 0 outside."""
-    inside = present & (k < s.width) if s.width % s.tile.numbers else present
-    return tl.load(x + rows * s.width + k, mask=inside, other=0.0)
+def _load_rows(x, rows, present, k, inside, s: tl.constexpr):
+    """Load numbers k of rows of x, 0 where rows or numbers are not inside; None: all k are."""
+    if inside is not None:
+        present = present & inside
+    return tl.load(x + rows * s.width + k, mask=present, other=0.0)
 
 
 @jit
@@ -111,6 +112,8 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         factor = tl.load(scale + n).to(tl.float32)[None, :]
     if s.kind != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, s.kind, DTYPE)
+    if s.kind == "int4":
+        sums = finish_int4(sums, weights, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order
@@ -138,9 +141,10 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    factors, fetched = None, None
-    if s.step_scaled:  # prefetched two steps ahead: too small for the compiler to pipeline
+    fetched, factors = None, None
+    if s.step_scaled and s.scales_ahead > 0:
         fetched = load_scales(weights, weight_rows, 0, s)
+    if s.step_scaled and s.scales_ahead == 2:
         factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
         fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
@@ -148,20 +152,29 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
-            if s.step_scaled:
+            ready = factors
+            if s.step_scaled and s.scales_ahead == 0:
+                scales = load_scales(weights, weight_rows, start, s)
+                ready = scale_factors(scales, weights, weight_rows, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 1:
+                ready = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+            numbers = load_numbers(weights, ready, at, inside, start, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-                fetched = load_scales(weights, weight_rows, start + 2 * s.tile.numbers, s)
+            if s.step_scaled and s.scales_ahead > 0:
+                following = start + s.scales_ahead * s.tile.numbers
+                fetched = load_scales(weights, weight_rows, following, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
             # still being read.
             for field in tl.static_range(s.fields):
-                a = _load_rows(x, x_rows, present, number_of_field(unit, field, s), s)
+                k = number_of_field(unit, field, s)
+                a = _load_rows(x, x_rows, present, k, inside, s)
                 b = weight_field(numbers, field, s, DTYPE)
                 sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
         else:
-            a = _load_rows(x, x_rows, present, unit, s)
+            a = _load_rows(x, x_rows, present, unit, inside, s)
             # x has zeros outside, but zero times NaN is NaN.
             other = None if inside is None else 0.0
             b = tl.load(weights.codes + weight_rows * s.width + unit, mask=inside, other=other)

@@ -18,9 +18,12 @@ from ops.products.units import (
     decode_hqq,
     e2m1_factor,
     finish,
+    finish_int4,
     hqq_offset,
+    int4_factor,
     pair_factors,
     scale_and_min,
+    scaled_int4,
     signed_byte,
     to_fp32,
 )
@@ -66,10 +69,20 @@ class PromptSettings(Codes):
     results = property(lambda s: s.out // 2 if s.gated else s.out)
     block = property(lambda s: s.tile.outputs // 2 if s.gated else s.tile.outputs)
     packed = property(lambda s: s.kind != "plain")
-    # Codes of a unit; `grouped_run`.
+    # Codes of a unit.
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
-    run = property(lambda s: grouped_run(s.width, s.bits))
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
+    # Triton pipelines a step's scales if a lane has 4 bytes of them in sequence. Others are loaded
+    # ahead by so many steps. ptxas moves a load of one step ahead behind the step's last product,
+    # so that the next step waits for it. Two ahead it is in time: 14 % of mxfp4's product, whose
+    # rows have four times int4's scales; int4 is slower so.
+    scales_ahead = property(lambda s: 2 if s.kind == "mxfp4" else 0 if s.scales_wide else 1)
+    scales_wide = property(
+        lambda s: s.kind == "int4"
+        and s.tile.numbers > s.group
+        and s.tile.numbers % s.group == 0
+        and s.tile.outputs >= 32 * s.tile.warps
+    )
     # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
@@ -78,16 +91,6 @@ class PromptSettings(Codes):
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
-
-
-def grouped_run(width: int, bits: int) -> int:
-    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
-
-    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
-    field 1. At most 32, which are 64 bytes of x.
-    """
-    units = width * (2 if bits == 3 else bits) // 16
-    return min(32, units & -units)
 
 
 def prompt_operands(
@@ -140,7 +143,10 @@ def load_above(plane, rows, start, s: tl.constexpr):
 
 @jit
 def load_scales(weights, rows, start, s: tl.constexpr):
-    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each.
+
+    Those of mxfp4 [BN, n / 2] if `paired`.
+    """
     BK: tl.constexpr = s.tile.numbers
     GROUPS: tl.constexpr = s.width // s.scale_numbers
     UNITS: tl.constexpr = s.scale_numbers // s.fields  # units of a group, or of a pair
@@ -148,9 +154,16 @@ def load_scales(weights, rows, start, s: tl.constexpr):
     # Triton 3.6 moves all products through shared memory instead of the scale.
     MOST: tl.constexpr = BK // s.fields if s.paired else BK // s.fields // 2
     EACH: tl.constexpr = min(MOST, UNITS & -UNITS)
-    group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
-    group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
-    scale = tl.load(weights.scale + group)
+    if s.scales_ahead == 0:  # in a form of which Triton knows that they are neighbors
+        group = start // s.group + tl.arange(0, BK // s.group)[None, :]
+        if s.width % BK:
+            scale = tl.load(weights.scale + rows * GROUPS + group, mask=group < GROUPS, other=0.0)
+        else:
+            scale = tl.load(weights.scale + rows * GROUPS + group)
+    else:
+        first = start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH
+        group = rows * GROUPS + tl.minimum(first // UNITS, GROUPS - 1)
+        scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
     else:
@@ -177,8 +190,8 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
         scale = e2m1_factor(scale, DTYPE)
     elif s.kind == "int4" and scale.dtype != tl.bfloat16:
         scale = scale.to(tl.float32)  # or Triton would round products to fp16
-    elif s.kind == "int4":
-        scale = scale.to(tl.int16, bitcast=True)
+    elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        scale = int4_factor(scale)
     elif s.half_quadratic:
         scale, zero = scale.to(tl.float32), zero.to(tl.float32)
         if weights.scale_step is not None:
@@ -211,8 +224,6 @@ def unit_factors(factors, s: tl.constexpr):
         both = tl.broadcast_to(both, [factor.shape[0], n, COUNT // n // 2, 2])
         return tl.reshape(both, [factor.shape[0], COUNT]), 0.0
     else:
-        if factor.dtype == tl.int16:
-            factor = factor.to(tl.bfloat16, bitcast=True)
         if s.has_offset:
             offset = _expand(offset, COUNT)
         return _expand(factor, COUNT), offset
@@ -247,7 +258,7 @@ def load_numbers(weights, factors, at, inside, start, s: tl.constexpr, DTYPE: tl
 @jit
 def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
     """Return where in x, in `Format.grouped_order`, the numbers of a field of units are."""
-    return (unit // s.run * s.fields + field) * s.run + unit % s.run
+    return field * (s.width // s.fields) + unit
 
 
 @jit
@@ -265,6 +276,11 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         else:
             number = number * factor - offset
         return number.to(DTYPE)
+    elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
+        if tl.target_info.is_cuda():
+            return scaled_int4(units, factor, field)
+        else:
+            return (decode(units, factor, field, s.kind, DTYPE) * factor).to(DTYPE)
     else:
         number = decode(units, factor, field, s.kind, DTYPE)
         if s.kind == "fp8b" and tl.bfloat16 == DTYPE:
@@ -304,6 +320,8 @@ def _unpack(weights, y, s: tl.constexpr):
         number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
         if s.kind != "fp8b":  # its factor has what its numbers lack
             number = finish(number, factor, s.kind, DTYPE)
+        if s.kind == "int4":
+            number = finish_int4(number, weights, DTYPE)
         number, place = number.to(DTYPE), y + row * s.width
         if s.own_order:
             first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
