@@ -34,6 +34,7 @@ from ops.products.prompt_weights import (
     PromptTile,
     load_numbers,
     load_scales,
+    load_words,
     number_of_field,
     prompt_operands,
     scale_factors,
@@ -141,29 +142,23 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    fetched, factors = None, None
-    if s.step_scaled and s.scales_ahead > 0:
+    fetched = None
+    if s.step_scaled and not s.in_words:  # prefetched: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
-    if s.step_scaled and s.scales_ahead == 2:
-        factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-        fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            ready = factors
-            if s.step_scaled and s.scales_ahead == 0:
-                scales = load_scales(weights, weight_rows, start, s)
-                ready = scale_factors(scales, weights, weight_rows, s, DTYPE)
-            if s.step_scaled and s.scales_ahead == 1:
-                ready = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            numbers = load_numbers(weights, ready, at, inside, start, s, DTYPE)
-            if s.step_scaled and s.scales_ahead == 2:
+            factors = None
+            if s.step_scaled and s.in_words:
+                scales = load_words(weights, weight_rows, start, s), None
+                factors = scale_factors(scales, weights, weight_rows, s, DTYPE)
+            elif s.step_scaled:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            if s.step_scaled and s.scales_ahead > 0:
-                following = start + s.scales_ahead * s.tile.numbers
-                fetched = load_scales(weights, weight_rows, following, s)
+            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
+            if s.step_scaled and not s.in_words:
+                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
@@ -211,15 +206,19 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     if bits == 4:
         if rows == 16:
             numbers = 256 if width % 256 == 0 else 128
-            if kind == "int4":  # weights of an expert with a few more rows are decoded once
+            if kind == "int4" and N > 8 * E:
+                # Weights of an expert with a few more rows are decoded once.
                 return PromptTile(32, 128, numbers, 4, tail=16)
+            if kind == "int4":  # three programs at once
+                return PromptTile(16, 128, numbers, 4, registers=168)
             return PromptTile(rows, 128, numbers, 4)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
-        return PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
+        tile = PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
+        return replace(tile, registers=128) if kind == "mxfp4" else tile  # four or two programs
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
@@ -284,6 +283,8 @@ def grouped_gemm(
         check_shapes(columns=(columns, (results,)))
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
+    scale = tensors.scale
+    aligned = scale is None or scale.storage_offset() * scale.element_size() % 4 == 0
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind)
@@ -292,7 +293,7 @@ def grouped_gemm(
         tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation, aligned),
             dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles

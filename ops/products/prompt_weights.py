@@ -61,6 +61,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
+    aligned: bool = True  # scales begin at a multiple of 4 bytes
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
@@ -72,20 +73,19 @@ class PromptSettings(Codes):
     # Codes of a unit.
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
-    # Triton pipelines a step's scales if a lane has 4 bytes of them in sequence. Others are loaded
-    # ahead by so many steps. ptxas moves a load of one step ahead behind the step's last product,
-    # so that the next step waits for it. Two ahead it is in time: 14 % of mxfp4's product, whose
-    # rows have four times int4's scales; int4 is slower so.
-    scales_ahead = property(lambda s: 2 if s.kind == "mxfp4" else 0 if s.scales_wide else 1)
-    scales_wide = property(
-        lambda s: s.kind == "int4"
-        and s.tile.numbers > s.group
-        and s.tile.numbers % s.group == 0
-        and s.tile.outputs >= 32 * s.tile.warps
+    # Scales of 8 or 16 bits are loaded as words of 32, which Triton pipelines with the codes. It
+    # pipelines nothing smaller: loaded a step ahead, ptxas moves that behind the step's last
+    # product, and the next step waits.
+    in_words = property(
+        lambda s: s.aligned and s.words_fit and s.E * s.out * s.width // s.group % 4 == 0
     )
-    # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
-    paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
-    scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
+    words_fit = property(
+        lambda s: s.tile.numbers % 128 == 0
+        if s.kind == "mxfp4"
+        else s.kind == "int4"
+        and s.width // s.group % 2 == 0
+        and (s.tile.numbers % (2 * s.group) == 0 or s.group % s.tile.numbers == 0)
+    )
     # Or a second factor: the result of `scale_factors` has two numbers a group.
     has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
@@ -103,8 +103,6 @@ def prompt_operands(
     if bits < 16:
         high = None if tensors.high is None else tensors.high.view(torch.int16)
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
-    if kind == "mxfp4" and tensors.scale.shape[-1] % 2 == 0:
-        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     return tensors, bits, group
 
 
@@ -143,31 +141,64 @@ def load_above(plane, rows, start, s: tl.constexpr):
 
 @jit
 def load_scales(weights, rows, start, s: tl.constexpr):
-    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each.
-
-    Those of mxfp4 [BN, n / 2] if `paired`.
-    """
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
     BK: tl.constexpr = s.tile.numbers
-    GROUPS: tl.constexpr = s.width // s.scale_numbers
-    UNITS: tl.constexpr = s.scale_numbers // s.fields  # units of a group, or of a pair
+    GROUPS: tl.constexpr = s.width // s.group
+    UNITS: tl.constexpr = s.group // s.fields  # units of a group
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
-    MOST: tl.constexpr = BK // s.fields if s.paired else BK // s.fields // 2
-    EACH: tl.constexpr = min(MOST, UNITS & -UNITS)
-    if s.scales_ahead == 0:  # in a form of which Triton knows that they are neighbors
-        group = start // s.group + tl.arange(0, BK // s.group)[None, :]
-        if s.width % BK:
-            scale = tl.load(weights.scale + rows * GROUPS + group, mask=group < GROUPS, other=0.0)
-        else:
-            scale = tl.load(weights.scale + rows * GROUPS + group)
-    else:
-        first = start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH
-        group = rows * GROUPS + tl.minimum(first // UNITS, GROUPS - 1)
-        scale = tl.load(weights.scale + group)
+    EACH: tl.constexpr = min(BK // s.fields // 2, UNITS & -UNITS)
+    group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
+    group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
+    scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
     else:
         return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+
+
+@jit
+def load_words(weights, rows, start, s: tl.constexpr):
+    """Load scales as `load_scales` does, as words of 32 bits: if s.in_words.
+
+    Those of mxfp4 stay words, of four scales each: [BN, BK / 128].
+    """
+    BK: tl.constexpr = s.tile.numbers
+    GROUPS: tl.constexpr = s.width // s.group
+    BYTES: tl.constexpr = 1 if s.kind == "mxfp4" else 2
+    LAST: tl.constexpr = s.E * s.out * GROUPS * BYTES // 4 - 1  # word of all experts
+    SPAN: tl.constexpr = 4 // BYTES * s.group  # numbers of a word
+    n: tl.constexpr = max(1, BK // SPAN)
+    words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = (rows * (GROUPS * BYTES)) // 4 + start // SPAN + tl.arange(0, n)[None, :]
+    word = tl.load(words + tl.minimum(at, LAST))
+    if s.kind == "mxfp4":  # a row begins within a word
+        wide = tl.load(words + tl.minimum(at + 1, LAST)).to(tl.int64) << 32
+        wide |= word.to(tl.int64) & 0xFFFFFFFF
+        return (wide >> rows * GROUPS % 4 * 8).to(tl.int32)
+    else:
+        if BK < SPAN:
+            word = word >> start // s.group % 2 * 16
+            both = tl.join(word, word)
+        else:
+            both = tl.join(word, word >> 16)
+        both = tl.reshape(both, [both.shape[0], 2 * n])
+        return both.to(tl.int16).to(weights.scale.dtype.element_ty, bitcast=True)
+
+
+@jit
+def e8m0_factors(words, DTYPE: tl.constexpr):
+    """Convert words of four e8m0 scales each, [BN, n], to factors of `decode` [BN, 4 n]."""
+    even, odd = words & 0x00FF00FF, words >> 8 & 0x00FF00FF
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():  # two at a time, as `e2m1_factor`
+        even, odd = even + 0x005E005E << 7, odd + 0x005E005E << 7
+    even, odd = tl.join(even, even >> 16), tl.join(odd, odd >> 16)
+    n: tl.constexpr = words.shape[1]
+    four = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * n])
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        return four.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return e2m1_factor(four & 0xFF, DTYPE)
 
 
 @jit
@@ -182,12 +213,10 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.kind == "nvfp4":
         scale, offset = pair_factors(scale, DTYPE)
     elif s.kind == "mxfp4":
-        scale = scale.to(tl.int32)
-        if s.paired:
-            n: tl.constexpr = scale.shape[1]
-            both = tl.join(scale & 0xFF, scale >> 8 & 0xFF)
-            scale = tl.reshape(both, [scale.shape[0], 2 * n])
-        scale = e2m1_factor(scale, DTYPE)
+        if scale.dtype == tl.int32:
+            scale = e8m0_factors(scale, DTYPE)
+        else:
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
     elif s.kind == "int4" and scale.dtype != tl.bfloat16:
         scale = scale.to(tl.float32)  # or Triton would round products to fp16
     elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
