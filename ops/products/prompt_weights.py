@@ -73,24 +73,26 @@ class PromptSettings(Codes):
     # Codes of a unit.
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
-    # Scales of 8 or 16 bits are loaded as words of 32, which Triton pipelines with the codes. It
-    # pipelines nothing smaller: loaded a step ahead, ptxas moves that behind the step's last
-    # product, and the next step waits.
-    in_words = property(
-        lambda s: s.aligned and s.words_fit and s.E * s.out * s.width // s.group % 4 == 0
-    )
-    words_fit = property(
-        lambda s: s.tile.numbers % 128 == 0
-        if s.kind == "mxfp4"
-        else s.kind == "int4"
-        and s.width // s.group % 2 == 0
-        and (s.tile.numbers % (2 * s.group) == 0 or s.group % s.tile.numbers == 0)
-    )
     # Or a second factor: the result of `scale_factors` has two numbers a group.
     has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
+
+    @property
+    def in_words(self) -> bool:
+        """Whether scales of 8 or 16 bits are loaded as words of 32 (`load_words`).
+
+        Triton pipelines nothing smaller. ptxas moves what is loaded a step ahead behind the step's
+        last product, so that the next step waits for it.
+        """
+        BK, groups = self.tile.numbers, self.width // self.group
+        if not self.aligned or self.E * self.out * groups % 4:
+            return False
+        if self.kind == "mxfp4":
+            return BK % 128 == 0
+        whole = BK % (2 * self.group) == 0 or self.group % BK == 0
+        return self.kind == "int4" and groups % 2 == 0 and whole
 
 
 def prompt_operands(
