@@ -17,7 +17,6 @@ from torch import Tensor
 
 from formats.words import interleave, pack_words, unpack_words
 from ops.inductor import materialize
-from ops.products.prompt_weights import grouped_run
 
 Parts = dict[str, Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # part -> its shape and dtype
@@ -168,11 +167,8 @@ class Format:
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
         """Reorder x [..., in] along `in` as ops.products.prompt unpacks this format's weights.
 
-        A word is two units of 16 bits. The kernel unpacks `run` neighboring units side by side:
-        their first fields, then their second fields, and so on.
+        A word is two units of 16 bits. The kernel reads x for one field of neighboring units: the
+        first fields of a row come first, then the second ones, and so on.
         """
-        run = grouped_run(x.shape[-1], 32 // self.codes_per_word)
-        ordered = interleave(x, self.codes_per_word, group).unflatten(
-            -1, (-1, run, self.codes_per_word // 2)
-        )
-        return ordered.transpose(-2, -1).flatten(-3)
+        ordered = interleave(x, self.codes_per_word, group)
+        return ordered.unflatten(-1, (-1, self.codes_per_word // 2)).transpose(-2, -1).flatten(-2)

@@ -34,11 +34,13 @@ from ops.products.prompt_weights import (
     PromptTile,
     load_numbers,
     load_scales,
+    load_words,
     number_of_field,
     prompt_operands,
+    scale_factors,
     weight_field,
 )
-from ops.products.units import finish
+from ops.products.units import finish, finish_int4
 
 
 class Speed(NamedTuple):
@@ -73,10 +75,11 @@ def _find_rows(tile, group_ends, s: tl.constexpr):
 
 
 @jit
-def _load_rows(x, rows, present, k, s: tl.constexpr):
-    """Load numbers k of rows of x, 0 outside."""
-    inside = present & (k < s.width) if s.width % s.tile.numbers else present
-    return tl.load(x + rows * s.width + k, mask=inside, other=0.0)
+def _load_rows(x, rows, present, k, inside, s: tl.constexpr):
+    """Load numbers k of rows of x, 0 where rows or numbers are not inside; None: all k are."""
+    if inside is not None:
+        present = present & inside
+    return tl.load(x + rows * s.width + k, mask=present, other=0.0)
 
 
 @jit
@@ -110,6 +113,8 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         factor = tl.load(scale + n).to(tl.float32)[None, :]
     if s.kind != "fp8b":  # its factor has what its numbers lack
         sums = finish(sums, factor, s.kind, DTYPE)
+    if s.kind == "int4":
+        sums = finish_int4(sums, weights, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order
@@ -138,26 +143,33 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
     fetched = None
-    if s.step_scaled:  # prefetched one step ahead: too small for the compiler to pipeline
+    if s.step_scaled and not s.in_words:  # prefetched: too small for the compiler to pipeline
         fetched = load_scales(weights, weight_rows, 0, s)
     for start in range(0, s.width, s.tile.numbers):
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
-            if s.step_scaled:
+            factors = None
+            if s.step_scaled and s.in_words:
+                scales = load_words(weights, weight_rows, start, s), None
+                factors = scale_factors(scales, weights, weight_rows, s, DTYPE)
+            elif s.step_scaled:
+                factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
+            if s.step_scaled and not s.in_words:
                 fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
             # still being read.
             for field in tl.static_range(s.fields):
-                a = _load_rows(x, x_rows, present, number_of_field(unit, field, s), s)
+                k = number_of_field(unit, field, s)
+                a = _load_rows(x, x_rows, present, k, inside, s)
                 b = weight_field(numbers, field, s, DTYPE)
                 sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
         else:
-            a = _load_rows(x, x_rows, present, unit, s)
+            a = _load_rows(x, x_rows, present, unit, inside, s)
             # x has zeros outside, but zero times NaN is NaN.
             other = None if inside is None else 0.0
             b = tl.load(weights.codes + weight_rows * s.width + unit, mask=inside, other=other)
@@ -194,15 +206,19 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     if bits == 4:
         if rows == 16:
             numbers = 256 if width % 256 == 0 else 128
-            if kind == "int4":  # weights of an expert with a few more rows are decoded once
+            if kind == "int4" and N > 8 * E:
+                # Weights of an expert with a few more rows are decoded once.
                 return PromptTile(32, 128, numbers, 4, tail=16)
+            if kind == "int4":  # three programs at once
+                return PromptTile(16, 128, numbers, 4, registers=168)
             return PromptTile(rows, 128, numbers, 4)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
-        return PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
+        tile = PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
+        return replace(tile, registers=128) if kind == "mxfp4" else tile  # four or two programs
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
@@ -267,6 +283,8 @@ def grouped_gemm(
         check_shapes(columns=(columns, (results,)))
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
+    scale = tensors.scale
+    aligned = scale is None or scale.storage_offset() * scale.element_size() % 4 == 0
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind)
@@ -275,8 +293,8 @@ def grouped_gemm(
         tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation),
-            dict(warps=t.warps, stages=t.stages),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation, aligned),
+            dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles
     )

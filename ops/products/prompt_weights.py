@@ -18,9 +18,12 @@ from ops.products.units import (
     decode_hqq,
     e2m1_factor,
     finish,
+    finish_int4,
     hqq_offset,
+    int4_factor,
     pair_factors,
     scale_and_min,
+    scaled_int4,
     signed_byte,
     to_fp32,
 )
@@ -42,6 +45,7 @@ class PromptTile:
     stages: int = 3  # steps in flight
     near: int = 16  # blocks of outputs that run before the next rows of x
     tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
+    registers: int | None = None  # most of a lane; None: the compiler's choice
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
+    aligned: bool = True  # scales begin at a multiple of 4 bytes
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
@@ -65,23 +70,29 @@ class PromptSettings(Codes):
     results = property(lambda s: s.out // 2 if s.gated else s.out)
     block = property(lambda s: s.tile.outputs // 2 if s.gated else s.tile.outputs)
     packed = property(lambda s: s.kind != "plain")
-    # Codes of a unit; `grouped_run`.
+    # Codes of a unit.
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
-    run = property(lambda s: grouped_run(s.width, s.bits))
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
+    # Or a second factor: the result of `scale_factors` has two numbers a group.
+    has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
 
+    @property
+    def in_words(self) -> bool:
+        """Whether scales of 8 or 16 bits are loaded as words of 32 (`load_words`).
 
-def grouped_run(width: int, bits: int) -> int:
-    """Return RUN: the number of neighboring int16 units whose fields are neighbors in x.
-
-    RUN neighboring units hold FIELDS * RUN neighboring numbers: field 0 of all units first, then
-    field 1. At most 32, which are 64 bytes of x.
-    """
-    units = width * (2 if bits == 3 else bits) // 16
-    return min(32, units & -units)
+        Triton pipelines nothing smaller. ptxas moves what is loaded a step ahead behind the step's
+        last product, so that the next step waits for it.
+        """
+        BK, groups = self.tile.numbers, self.width // self.group
+        if not self.aligned or self.E * self.out * groups % 4:
+            return False
+        if self.kind == "mxfp4":
+            return BK % 128 == 0
+        whole = BK % (2 * self.group) == 0 or self.group % BK == 0
+        return self.kind == "int4" and groups % 2 == 0 and whole
 
 
 def prompt_operands(
@@ -134,12 +145,13 @@ def load_above(plane, rows, start, s: tl.constexpr):
 def load_scales(weights, rows, start, s: tl.constexpr):
     """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
     BK: tl.constexpr = s.tile.numbers
+    GROUPS: tl.constexpr = s.width // s.group
     UNITS: tl.constexpr = s.group // s.fields  # units of a group
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
     EACH: tl.constexpr = min(BK // s.fields // 2, UNITS & -UNITS)
     group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
-    group = rows * (s.width // s.group) + tl.minimum(group, s.width // s.group - 1)
+    group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
     scale = tl.load(weights.scale + group)
     if weights.step is not None:
         return scale, tl.load(weights.step + group // 8)
@@ -148,54 +160,111 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 
 @jit
-def group_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert the result of `load_scales` to a factor and an offset for each unit of a step.
+def load_words(weights, rows, start, s: tl.constexpr):
+    """Load scales as `load_scales` does, as words of 32 bits: if s.in_words.
 
-    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields.
+    Those of mxfp4 stay words, of four scales each: [BN, BK / 128].
     """
-    COUNT: tl.constexpr = s.tile.numbers // s.fields
-    scale, zero = fetched
-    offset = 0.0
-    if s.kind == "nvfp4":
-        even, odd = pair_factors(scale, DTYPE)
-        both = tl.join(even, odd)[:, :, None, :]  # of even and of odd units
-        n: tl.constexpr = even.shape[1]
-        both = tl.broadcast_to(both, [even.shape[0], n, COUNT // n // 2, 2])
-        factor = tl.reshape(both, [even.shape[0], COUNT])
+    BK: tl.constexpr = s.tile.numbers
+    GROUPS: tl.constexpr = s.width // s.group
+    BYTES: tl.constexpr = 1 if s.kind == "mxfp4" else 2
+    LAST: tl.constexpr = s.E * s.out * GROUPS * BYTES // 4 - 1  # word of all experts
+    SPAN: tl.constexpr = 4 // BYTES * s.group  # numbers of a word
+    n: tl.constexpr = max(1, BK // SPAN)
+    words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = (rows * (GROUPS * BYTES)) // 4 + start // SPAN + tl.arange(0, n)[None, :]
+    word = tl.load(words + tl.minimum(at, LAST))
+    if s.kind == "mxfp4":  # a row begins within a word
+        wide = tl.load(words + tl.minimum(at + 1, LAST)).to(tl.int64) << 32
+        wide |= word.to(tl.int64) & 0xFFFFFFFF
+        return (wide >> rows * GROUPS % 4 * 8).to(tl.int32)
     else:
-        if s.kind == "mxfp4":
-            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
-        elif s.kind == "int4" and scale.dtype != tl.bfloat16:
-            scale = scale.to(tl.float32)  # or Triton would round products to fp16
-        elif s.half_quadratic:
-            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-            if weights.scale_step is not None:
-                step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
-                scale = scale * step + low
-                step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
-                zero = zero * step + low
-            offset = _expand(hqq_offset(scale, zero, DTYPE), COUNT)
-        elif s.kind == "q4_k" or s.kind == "q5_k":
-            scale, least = scale_and_min(scale, zero)
-            offset = _expand(least - scale * (8.0 if s.kind == "q4_k" else 16.0), COUNT)
-        elif s.kind == "q6_k":
-            step = zero.to(tl.float32)
-            scale, other = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
-            offset = _expand(other, COUNT)
-        elif s.gguf:
-            scale = scale.to(tl.float32)
-            if weights.step is not None:
-                scale *= zero.to(tl.float32)
-        factor = _expand(scale, COUNT)
-    return factor, offset
+        if BK < SPAN:
+            word = word >> start // s.group % 2 * 16
+            both = tl.join(word, word)
+        else:
+            both = tl.join(word, word >> 16)
+        both = tl.reshape(both, [both.shape[0], 2 * n])
+        return both.to(tl.int16).to(weights.scale.dtype.element_ty, bitcast=True)
 
 
 @jit
-def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+def e8m0_factors(words, DTYPE: tl.constexpr):
+    """Convert words of four e8m0 scales each, [BN, n], to factors of `decode` [BN, 4 n]."""
+    even, odd = words & 0x00FF00FF, words >> 8 & 0x00FF00FF
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():  # two at a time, as `e2m1_factor`
+        even, odd = even + 0x005E005E << 7, odd + 0x005E005E << 7
+    even, odd = tl.join(even, even >> 16), tl.join(odd, odd >> 16)
+    n: tl.constexpr = words.shape[1]
+    four = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * n])
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        return four.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return e2m1_factor(four & 0xFF, DTYPE)
+
+
+@jit
+def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert the result of `load_scales` to a factor and an offset of each group, [BN, n].
+
+    A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
+    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units.
+    """
+    scale, zero = fetched
+    offset = 0.0
+    if s.kind == "nvfp4":
+        scale, offset = pair_factors(scale, DTYPE)
+    elif s.kind == "mxfp4":
+        if scale.dtype == tl.int32:
+            scale = e8m0_factors(scale, DTYPE)
+        else:
+            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+    elif s.kind == "int4" and scale.dtype != tl.bfloat16:
+        scale = scale.to(tl.float32)  # or Triton would round products to fp16
+    elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        scale = int4_factor(scale)
+    elif s.half_quadratic:
+        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+        if weights.scale_step is not None:
+            step, low = tl.load(weights.scale_step + rows), tl.load(weights.scale_low + rows)
+            scale = scale * step + low
+            step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
+            zero = zero * step + low
+        offset = hqq_offset(scale, zero, DTYPE)
+    elif s.kind == "q4_k" or s.kind == "q5_k":
+        scale, least = scale_and_min(scale, zero)
+        offset = least - scale * (8.0 if s.kind == "q4_k" else 16.0)
+    elif s.kind == "q6_k":
+        step = zero.to(tl.float32)
+        scale, offset = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
+    elif s.gguf:
+        scale = scale.to(tl.float32)
+        if weights.step is not None:
+            scale *= zero.to(tl.float32)
+    return scale, offset
+
+
+@jit
+def unit_factors(factors, s: tl.constexpr):
+    """Return the factor and the offset of each unit of a step, by `scale_factors` of groups."""
+    COUNT: tl.constexpr = s.tile.numbers // s.fields
+    factor, offset = factors
+    if s.kind == "nvfp4":
+        both = tl.join(factor, offset)[:, :, None, :]
+        n: tl.constexpr = factor.shape[1]
+        both = tl.broadcast_to(both, [factor.shape[0], n, COUNT // n // 2, 2])
+        return tl.reshape(both, [factor.shape[0], COUNT]), 0.0
+    else:
+        if s.has_offset:
+            offset = _expand(offset, COUNT)
+        return _expand(factor, COUNT), offset
+
+
+@jit
+def load_numbers(weights, factors, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
     """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
 
-    fetched: their result of `load_scales`. at: rows of the weight [BN, 1] and of its blocks'
+    factors: their result of `scale_factors`. at: rows of the weight [BN, 1] and of its blocks'
     scales, and units [1, n]. inside: which units a row has; None: all.
     """
     rows, scale_rows, unit = at
@@ -213,14 +282,14 @@ def load_numbers(weights, fetched, at, inside, start, s: tl.constexpr, DTYPE: tl
         factor = tl.load(weights.scale + scale_rows * (s.width // s.group) + block)
         factor *= 256.0  # of `decode`
     elif s.step_scaled:
-        factor, offset = group_factors(fetched, weights, rows, s, DTYPE)
+        factor, offset = unit_factors(factors, s)
     return units, above, factor, offset
 
 
 @jit
 def number_of_field(unit, field: tl.constexpr, s: tl.constexpr):
     """Return where in x, in `Format.grouped_order`, the numbers of a field of units are."""
-    return (unit // s.run * s.fields + field) * s.run + unit % s.run
+    return field * (s.width // s.fields) + unit
 
 
 @jit
@@ -238,6 +307,11 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         else:
             number = number * factor - offset
         return number.to(DTYPE)
+    elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
+        if tl.target_info.is_cuda():
+            return scaled_int4(units, factor, field)
+        else:
+            return (decode(units, factor, field, s.kind, DTYPE) * factor).to(DTYPE)
     else:
         number = decode(units, factor, field, s.kind, DTYPE)
         if s.kind == "fp8b" and tl.bfloat16 == DTYPE:
@@ -263,6 +337,7 @@ def _unpack(weights, y, s: tl.constexpr):
     inside, fetched, factor = unit < s.width // s.fields, None, None
     if s.step_scaled:
         fetched = load_scales(weights, row, start, s)
+        fetched = scale_factors(fetched, weights, row, s, DTYPE)
     at = (row, row // s.group, unit)
     numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
     if s.has_row_scale:
@@ -276,6 +351,8 @@ def _unpack(weights, y, s: tl.constexpr):
         number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
         if s.kind != "fp8b":  # its factor has what its numbers lack
             number = finish(number, factor, s.kind, DTYPE)
+        if s.kind == "int4":
+            number = finish_int4(number, weights, DTYPE)
         number, place = number.to(DTYPE), y + row * s.width
         if s.own_order:
             first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))

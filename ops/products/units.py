@@ -147,6 +147,47 @@ def int4(units, K: tl.constexpr):
 
 
 @jit
+def int4_factor(scale):
+    """Convert a scale in bf16 to the factor of `scaled_int4`: 2 ** 101 times it.
+
+    Scales below 2 ** 27 are exact.
+    """
+    return (scale.to(tl.float32) * 2.535301200456459e30).to(tl.bfloat16)
+
+
+@jit
+def scaled_int4(units, factor, K: tl.constexpr):
+    """Return field K of units, a code, minus 8, times 2 ** -133 * factor, as bf16, two at a time.
+
+    Below 256 the bits of a bf16 number are its multiple of 2 ** -133. So a code is a number where
+    it is, and one fma subtracts 8 and scales it: rounded once, as the product is.
+    """
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, own, eight, none, number;
+        mov.b32 none, 0x80008000;
+        mov.b32 number, 0x80088008;
+        fma.rn.bf16x2 eight, $2, number, none;
+        mov.b32 number, {0x3D803D80 if K % 2 else 0x3F803F80};
+        fma.rn.bf16x2 own, $2, number, none;
+        shr.u32 bits, $1, {8 if K > 1 else 0};
+        and.b32 bits, bits, {0x00F000F0 if K % 2 else 0x000F000F};
+        fma.rn.bf16x2 $0, bits, own, eight;
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, factor), tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@jit
+def finish_int4(total, weights, DTYPE: tl.constexpr):
+    """Multiply sums by what numbers of `scaled_int4` lack, 2 ** 32; others are whole."""
+    whole: tl.constexpr = weights.scale.dtype.element_ty != tl.bfloat16 or tl.bfloat16 != DTYPE
+    if not whole and tl.target_info.is_cuda():
+        total *= 4294967296.0
+    return total
+
+
+@jit
 def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
     """Return field K of units with BITS bits above it, less half of their range, as bf16.
 
