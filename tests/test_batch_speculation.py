@@ -446,7 +446,7 @@ def test_a_pass_that_does_not_fit_into_memory_ends_the_preparation(no_compiler, 
 
     monkeypatch.setattr(batch.speculation, "warm_up", fail)
     assert not batch.prepare_next() and not batch.unprepared
-    batch.speculation.auto, batch.unprepared = False, deque([(1, 0, 1)])  # as with --speculate lookup
+    batch.speculation.auto, batch.unprepared = False, deque([(1, 0, 1)])  # as --speculate lookup
     with pytest.raises(torch.cuda.OutOfMemoryError):
         batch.prepare_next()
 
