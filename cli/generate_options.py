@@ -229,6 +229,7 @@ def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -
         cause = f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {owner}"
         fix = f"shorten the prompt or ask for at most {left} with --max_new_tokens"
         if not left:
-            fix = f"shorten the prompt to less than {limit} tokens"
+            shorter = f"shorten the prompt to less than {limit} tokens"
+            fix = f"raise it above {longest}" if given else shorter
         raise ValueError(f"{cause} {limit} positions: {fix}")
     return given or longest + options.max_new_tokens
