@@ -354,6 +354,29 @@ def test_names_of_cards():
     assert all(card_of_name(name.lower()) == sold(name) for name in cards.SOLD)
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    (
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4060 Ti 16GB", "RTX 4060 Ti"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 3080 12GB", None),
+        ("NVIDIA GeForce RTX", None),
+    ),
+)
+def test_a_plan_takes_the_name_that_a_driver_gives(name, known):
+    if known:
+        assert card_of_name(name) == sold(known)
+    else:
+        with pytest.raises(ValueError, match="it must be one of T4, "):
+            card_of_name(name)
+
+
 HUB = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text())
 PUBLISHED = {
     name: (family, {"architectures": [family], **HUB.get(name, shape)})
