@@ -231,6 +231,8 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
             "generate --max_seq_len 1 --prompt x",
             "exceed --max_seq_len 1 positions: raise it above 2",
         ),
+        ("generate --list --json", "--json is about an answer, and --list has none: leave it out"),
+        ("generate --model a/b --prepare_only --json", "and --prepare_only has none"),
         (
             "generate --prompt x --repetition_penalty 1e-300",
             "--repetition_penalty 1e-300: it must be from 1e-9 to 1e9 (1 is none)",
