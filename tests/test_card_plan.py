@@ -196,7 +196,9 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
     first, weights, _ = lines("--dtype", "fp32")
     assert first.endswith("the embedded model in fp32") and "35.7 MB of weights" in weights
     assert "17.9 MB of weights" in lines()[1]
-    assert lines("--num_samples", "9", "--batch_size", "4")[1].endswith("tokens, 4 sequences")
+    several = "--num_samples", "9", "--batch_size", "4"
+    assert "4,096 tokens" in lines(*several)[1] and "sequences" not in lines(*several)[1]
+    assert "of 512 tokens, 4 sequences" in lines(*several, "--max_seq_len", "512")[1]
     headed = "--checkpoint_path", str(hybrid_directory)
     server = partial(lines, *headed, module=serve)
     assert server("--speculate", "mtp")[1].endswith(", 1 conversation")
