@@ -444,7 +444,9 @@ class Writer:
         check_name(target)
         if target.is_symlink() and not target.exists():
             raise ValueError(f"{target} is a link to nothing; remove it, or name another place")
-        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        replaces_link = target.is_symlink() and not self.force
+        is_empty = target.is_dir() and not any(target.iterdir()) and not replaces_link
+        if not target.exists() or is_empty:
             return
         if not self.force:
             raise ValueError(f"{target} exists; give --force to replace it, or name another place")

@@ -162,9 +162,6 @@ def check_options(options: argparse.Namespace) -> None:
     if options.save_routing and drafts:
         why = "--save_routing needs plain steps, one token each"
         raise ValueError(f"{why}: leave the options of speculative decoding out")
-    for name in ("dry_run", "prepare_only"):
-        if options.json and getattr(options, name):
-            raise ValueError(f"--json is about an answer, and --{name} has none: leave it out")
     for name in ("prompt", "prompts_file", "json", "save_routing"):
         if options.interactive and getattr(options, name):
             raise ValueError(f"--{name} does not go with --interactive: leave one of them out")
@@ -186,13 +183,19 @@ def check_drafts(options: argparse.Namespace) -> None:
 
 
 def check_disk_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options about models on disk that lack what they need."""
+    """Raise ValueError for options about models on disk that lack what they need, or have --json.
+
+    A plan has no JSON either.
+    """
     if options.yes and not options.remove:
         raise ValueError("--yes answers --remove: add --remove NAME, or leave --yes out")
     if options.prepare_only and not options.model:
         raise ValueError("--prepare_only needs a model: add --model OWNER/NAME")
     if options.list and options.remove:
         raise ValueError("--list and --remove are two commands: leave one of them out")
+    for name in ("dry_run", "prepare_only", "list"):
+        if options.json and getattr(options, name):
+            raise ValueError(f"--json is about an answer, and --{name} has none: leave it out")
 
 
 def is_writable(path: Path) -> bool:
@@ -229,6 +232,7 @@ def plan_lengths(longest: int, options: argparse.Namespace, max_position: int) -
         cause = f"{longest} prompt tokens and {options.max_new_tokens} new ones exceed {owner}"
         fix = f"shorten the prompt or ask for at most {left} with --max_new_tokens"
         if not left:
-            fix = f"shorten the prompt to less than {limit} tokens"
+            shorter = f"shorten the prompt to less than {limit} tokens"
+            fix = f"raise it above {longest}" if given else shorter
         raise ValueError(f"{cause} {limit} positions: {fix}")
     return given or longest + options.max_new_tokens

@@ -187,7 +187,9 @@ def setup_of(options: argparse.Namespace, source) -> Setup:
     length = min(limit, options.max_seq_len or DEFAULT_CHAT_LENGTH)
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     drafts = drafter or options.speculate not in (None, "off")
-    batch = 1 if drafts or options.interactive else min(options.num_samples, options.batch_size)
+    batch = 1  # a chat has the positions of several short answers
+    if options.max_seq_len and not (drafts or options.interactive):
+        batch = min(options.num_samples, options.batch_size)
     setup = generation_setup(options, source, drafter, length, batch, length)
     return replace(setup, longest=None)  # a prompt may fill any context that is tried
 

@@ -85,8 +85,15 @@ def letters(name: str) -> str:
 
 
 def card_of_name(name: str) -> Card:
-    """Return the card that --gpu names. Raises ValueError for an unknown one."""
+    """Return the card that --gpu names, as sold or as its driver does.
+
+    Raises ValueError for an unknown one.
+    """
     found = {letters(known): known for known in SOLD}.get(letters(name))
+    if found is None:  # "NVIDIA A100-SXM4-40GB"
+        size = re.search(r"(\d+) ?gb", name.lower())
+        fitting = [n for n in names_in(name) if not size or SOLD[n][1] == int(size[1])]
+        found = max(fitting, key=len, default=None)
     if found is None:
         known = ", ".join(SOLD)
         raise ValueError(f"--gpu {name:.40}: it must be one of {known}")
@@ -96,13 +103,19 @@ def card_of_name(name: str) -> Card:
 def card_here(device: torch.device) -> Card:
     """Return the card of a device; its bandwidths are known if it is one of SOLD."""
     properties = torch.cuda.get_device_properties(device)
-    size, words = properties.total_memory, words_of(properties.name)
-    names = [name for name in SOLD if words_of(name) <= words and is_size(SOLD[name][1], size)]
-    names = [name for name in names if words_of(name) & VARIANTS == words & VARIANTS]
+    size = properties.total_memory
+    names = [name for name in names_in(properties.name) if is_size(SOLD[name][1], size)]
     if not names:
         return Card(properties.name, gpu_of(device), size)
     card = sold(max(names, key=len))
     return card._replace(name=properties.name, gpu=gpu_of(device), memory=size)
+
+
+def names_in(driver_name: str) -> list[str]:
+    """Return the names of SOLD that a driver's name may mean; it does not always say the size."""
+    words = words_of(driver_name)
+    names = [name for name in SOLD if words_of(name) <= words]
+    return [name for name in names if words_of(name) & VARIANTS == words & VARIANTS]
 
 
 def words_of(name: str) -> set[str]:

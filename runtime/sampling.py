@@ -55,7 +55,11 @@ class Sampling:
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
+            # Logits that are divided or multiplied by more would not be finite.
+            "repetition_penalty": (
+                1e-9 <= self.repetition_penalty <= 1e9,
+                "from 1e-9 to 1e9 (1 is none)",
+            ),
             "seed": (
                 self.seed is None or 0 <= self.seed < 2**63,
                 "at least 0 and below 2 ** 63",

@@ -196,7 +196,9 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
     first, weights, _ = lines("--dtype", "fp32")
     assert first.endswith("the embedded model in fp32") and "35.7 MB of weights" in weights
     assert "17.9 MB of weights" in lines()[1]
-    assert lines("--num_samples", "9", "--batch_size", "4")[1].endswith("tokens, 4 sequences")
+    several = "--num_samples", "9", "--batch_size", "4"
+    assert "4,096 tokens" in lines(*several)[1] and "sequences" not in lines(*several)[1]
+    assert "of 512 tokens, 4 sequences" in lines(*several, "--max_seq_len", "512")[1]
     headed = "--checkpoint_path", str(hybrid_directory)
     server = partial(lines, *headed, module=serve)
     assert server("--speculate", "mtp")[1].endswith(", 1 conversation")
@@ -352,6 +354,29 @@ def test_a_card_is_known_by_its_name_and_size(name, gib, known, monkeypatch):
 def test_names_of_cards():
     assert card_of_name("geforce".replace("geforce", "rtx 3090")) == sold("RTX 3090")
     assert all(card_of_name(name.lower()) == sold(name) for name in cards.SOLD)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    (
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4060 Ti 16GB", "RTX 4060 Ti"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 3080 12GB", None),
+        ("NVIDIA GeForce RTX", None),
+    ),
+)
+def test_a_plan_takes_the_name_that_a_driver_gives(name, known):
+    if known:
+        assert card_of_name(name) == sold(known)
+    else:
+        with pytest.raises(ValueError, match="it must be one of T4, "):
+            card_of_name(name)
 
 
 HUB = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text())

@@ -228,6 +228,20 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
             "exceed --max_seq_len 5 positions: shorten the prompt or ask for at most 3 with",
         ),
         (
+            "generate --max_seq_len 1 --prompt x",
+            "exceed --max_seq_len 1 positions: raise it above 2",
+        ),
+        ("generate --list --json", "--json is about an answer, and --list has none: leave it out"),
+        ("generate --model a/b --prepare_only --json", "and --prepare_only has none"),
+        (
+            "generate --prompt x --repetition_penalty 1e-300",
+            "--repetition_penalty 1e-300: it must be from 1e-9 to 1e9 (1 is none)",
+        ),
+        (
+            "generate --prompt x --repetition_penalty 1e39",
+            "--repetition_penalty 1e+39: it must be from 1e-9 to 1e9 (1 is none)",
+        ),
+        (
             "generate --gpu_experts 4",
             "--gpu_experts is about experts in host memory: add --offload",
         ),

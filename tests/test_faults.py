@@ -302,6 +302,8 @@ def test_the_target_of_a_link_is_never_replaced(hf, converted, tmp_path, capsys,
     before = tree(place)
     (tmp_path / "out").symlink_to("out" if name == "loop" else place)
     arguments = "--checkpoint_dir", hf, "--output_dir", tmp_path / "out", "--force"
+    refusal(capsys, convert_hf_checkpoint, *arguments[:-1])
+    assert (tmp_path / "out").is_symlink()
     if name in ("empty", "checkpoint"):
         assert run(convert_hf_checkpoint, *arguments) == 0
         assert not (tmp_path / "out").is_symlink()
