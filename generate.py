@@ -435,7 +435,7 @@ def prepare_session(
     plan_generation(options, checkpoint, drafter, device, length, batch, longest, setup.sizes)
     shard = setup.sizes.shard if process_group.size() == 1 else None
     expected = None
-    if prompts and kind == "off":
+    if prompts and kind == "off" and not options.prepare_only:
         expected = SessionOptions(
             prompt_lengths=tuple(lengths), longest=longest + options.max_new_tokens
         )

@@ -2,6 +2,7 @@
 past the host.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,6 +25,7 @@ from benchmarks import gated_delta as delta_benchmark
 from benchmarks import latent_attention as latent_benchmark
 from benchmarks.cuda_timing import graph_seconds
 from checkpoint import Checkpoint, Writer
+from cli import upload_ahead
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
@@ -62,6 +64,7 @@ from runtime.fused_decode import FusedRunner
 from runtime.host_memory import BUFFER_BYTES, BUFFERS, in_host_memory, pinned_uploads
 from runtime.kernel_choice import choose_runner, why_not_fused
 from runtime.loading import load_head
+from runtime.memory import free_gpu_memory
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
@@ -641,6 +644,40 @@ def test_rows_of_all_layers_move_in_one_kernel(length, exchange):
         (moved.exchange if exchange else moved.copy)(3, 1, length)
     for want, got in zip(on_cpu.views, on_gpu.views, strict=True):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("least", (1, 1 << 16, 1 << 40))
+def test_weights_are_those_of_files_that_were_copied_ahead(least, monkeypatch):
+    """Tensors with a block of their own live in it, the others are copied from theirs."""
+    directory, ids = embedded_checkpoint(), embedded_prompt(40)[:5]
+    plain = load_model(directory, "cuda", torch.bfloat16)
+    want = plain.state_dict()
+    monkeypatch.setattr(upload_ahead, "LEAST", least)
+    before = free_gpu_memory(torch.device("cuda"))
+    upload_ahead.start(sorted(directory.glob("*.safetensors")))
+    assert abs(free_gpu_memory(torch.device("cuda")) - before) < 300e6
+    model = load_model(directory, "cuda", torch.bfloat16)
+    assert not upload_ahead.current and (least > 1 or upload_ahead.taken_bytes() > 0)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+    answers = [list(Session(m, 256).stream(ids, 8, GREEDY)) for m in (plain, model)]
+    assert answers[0] == answers[1]
+    del model
+    gc.collect()
+    assert upload_ahead.taken_bytes() == 0
+
+
+@pytest.mark.parametrize("longest", (None, 20))
+def test_a_text_that_is_longer_than_expected_gives_the_same_tokens(longest, tmp_path):
+    """A captured session makes the graphs of longer texts when they come."""
+    _, fused, _ = fused_and_eager(tmp_path, "int4", 600)
+    want = list(fused.stream(ids := embedded_prompt(1500)[:250], 12, GREEDY))
+    options = replace(fused.options, longest=longest, prompt_lengths=(5,))
+    session = Session(fused.model, 600, options)
+    short = list(session.stream(ids[:5], 4, GREEDY))
+    session.reset()
+    assert list(session.stream(ids, 12, GREEDY)) == want
+    session.reset()
+    assert list(session.stream(ids[:5], 4, GREEDY)) == short
 
 
 @pytest.mark.parametrize("rows", (1, 2))
