@@ -1175,6 +1175,7 @@ def test_one_token_of_a_delta_layer(last):
         ("granitemoe", "int8", 1),
         ("qwen2_moe", "q4_0", 1),
         ("qwen3_next", "int4", 2),
+        ("lfm2_moe", "int4", 2),
         ("deepseek_v2", "int8", 1),
         ("glm4_moe_lite", "int4", 1),
     ),
