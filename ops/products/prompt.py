@@ -142,23 +142,29 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    fetched = None
-    if s.step_scaled and not s.in_words:  # prefetched: too small for the compiler to pipeline
+    factors, fetched = None, None
+    if s.step_scaled and s.scales_ahead > 0:
         fetched = load_scales(weights, weight_rows, 0, s)
+    if s.step_scaled and s.scales_ahead == 2:
+        factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+        fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            factors = None
-            if s.step_scaled and s.in_words:
+            own = factors
+            if s.step_scaled and s.scales_ahead == 1:
+                own = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 0:
                 scales = load_words(weights, weight_rows, start, s), None
-                factors = scale_factors(scales, weights, weight_rows, s, DTYPE)
-            elif s.step_scaled:
+                own = scale_factors(scales, weights, weight_rows, s, DTYPE)
+            numbers = load_numbers(weights, own, at, inside, start, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
-            if s.step_scaled and not s.in_words:
-                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
+            if s.step_scaled and s.scales_ahead > 0:
+                later = start + s.scales_ahead * s.tile.numbers
+                fetched = load_scales(weights, weight_rows, later, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
@@ -206,19 +212,23 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     if bits == 4:
         if rows == 16:
             numbers = 256 if width % 256 == 0 else 128
-            if kind == "int4" and N > 8 * E:
-                # Weights of an expert with a few more rows are decoded once.
-                return PromptTile(32, 128, numbers, 4, tail=16)
-            if kind == "int4":  # three programs at once
+            if kind == "int4" and N <= 8 * E:  # three programs at once
                 return PromptTile(16, 128, numbers, 4, registers=168)
+            if kind == "int4":  # weights of an expert with a few more rows are decoded once
+                numbers = min(numbers, 128) if width < 1024 else numbers
+                return PromptTile(32, 128, numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
+        if rows == 64 and kind == "int4":
+            return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
+        if kind == "mxfp4":  # 16 warps a multiprocessor: programs wait for scales in turn
+            wide = PromptTile(128, 256, 128, 16, tail=32, registers=128)
+            return PromptTile(32, 128, 128, 4, tail=16, registers=128) if rows == 32 else wide
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
-        tile = PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
-        return replace(tile, registers=128) if kind == "mxfp4" else tile  # four or two programs
+        return PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
