@@ -294,7 +294,7 @@ def grouped_gemm(
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
     scale = tensors.scale
-    aligned = scale is None or scale.storage_offset() * scale.element_size() % 4 == 0
+    in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind)
@@ -303,7 +303,7 @@ def grouped_gemm(
         tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation, aligned),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation, in_words),
             dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles

@@ -61,7 +61,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
-    aligned: bool = True  # scales begin at a multiple of 4 bytes
+    in_words: bool = True  # scales have 16 bits and begin with a word of 32
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
@@ -95,7 +95,7 @@ class PromptSettings(Codes):
             return 2
         BK, groups = self.tile.numbers, self.width // self.group
         whole = BK % (2 * self.group) == 0 or self.group % BK == 0
-        return 0 if self.kind == "int4" and self.aligned and groups % 2 == 0 and whole else 1
+        return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
 
 
 def prompt_operands(
