@@ -202,7 +202,9 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
 
-def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") -> PromptTile:
+def choose_prompt_tile(
+    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128
+) -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
     Small tiles for few rows an expert: most rows of a large tile would be empty. Measured on an
@@ -212,11 +214,11 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     if bits == 4:
         if rows == 16:
             numbers = 256 if width % 256 == 0 else 128
-            if kind == "int4" and N <= 8 * E:  # three programs at once
-                return PromptTile(16, 128, numbers, 4, registers=168)
+            if kind == "int4" and N <= 8 * E and width >= 2048 and group >= 128:
+                return PromptTile(16, 128, numbers, 4, registers=168)  # three programs at once
             if kind == "int4":  # weights of an expert with a few more rows are decoded once
-                numbers = min(numbers, 128) if width < 1024 else numbers
-                return PromptTile(32, 128, numbers, 4, tail=16)
+                # Short rows have few steps: four programs at once.
+                return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
         if rows == 64 and kind == "int4":
             return PromptTile(64, 128, 128, 4, tail=16)
@@ -297,7 +299,7 @@ def grouped_gemm(
     in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
-        chosen = choose_prompt_tile(N, E, bits, width, kind)
+        chosen = choose_prompt_tile(N, E, bits, width, kind, group)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)

@@ -179,7 +179,9 @@ def load_words(weights, rows, start, s: tl.constexpr):
     n: tl.constexpr = max(1, BK // (2 * s.group))
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
     at = start // (2 * s.group) + tl.arange(0, n)[None, :]
-    word = tl.load(words + rows * WORDS + tl.minimum(at, WORDS - 1))
+    if s.width % BK:
+        at = tl.minimum(at, WORDS - 1)
+    word = tl.load(words + rows * WORDS + at)
     if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
         word = word >> start // s.group % 2 * 16
         both = tl.join(word, word)
