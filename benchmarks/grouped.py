@@ -92,8 +92,8 @@ class Product:
             format = FORMATS[weight.format]
             x = format.grouped_order(x, weight.group)
             given = weight.parts(), format.kind, format.bits, weight.group
-        kind, bits = given[1:3]
-        own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind)
+        kind, bits, group = given[1:]
+        own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind, group)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)
         product = partial(grouped_gemm, x, self.group_ends, *given, **options)

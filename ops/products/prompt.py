@@ -142,23 +142,29 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    fetched = None
-    if s.step_scaled and not s.in_words:  # prefetched: too small for the compiler to pipeline
+    factors, fetched = None, None
+    if s.step_scaled and s.scales_ahead > 0:
         fetched = load_scales(weights, weight_rows, 0, s)
+    if s.step_scaled and s.scales_ahead == 2:
+        factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+        fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
             at = (weight_rows, scale_rows, unit)
-            factors = None
-            if s.step_scaled and s.in_words:
+            own = factors
+            if s.step_scaled and s.scales_ahead == 1:
+                own = scale_factors(fetched, weights, weight_rows, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 0:
                 scales = load_words(weights, weight_rows, start, s), None
-                factors = scale_factors(scales, weights, weight_rows, s, DTYPE)
-            elif s.step_scaled:
+                own = scale_factors(scales, weights, weight_rows, s, DTYPE)
+            numbers = load_numbers(weights, own, at, inside, start, s, DTYPE)
+            if s.step_scaled and s.scales_ahead == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            numbers = load_numbers(weights, factors, at, inside, start, s, DTYPE)
-            if s.step_scaled and not s.in_words:
-                fetched = load_scales(weights, weight_rows, start + s.tile.numbers, s)
+            if s.step_scaled and s.scales_ahead > 0:
+                later = start + s.scales_ahead * s.tile.numbers
+                fetched = load_scales(weights, weight_rows, later, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
@@ -196,7 +202,9 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
 
-def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") -> PromptTile:
+def choose_prompt_tile(
+    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128
+) -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
     Small tiles for few rows an expert: most rows of a large tile would be empty. Measured on an
@@ -206,19 +214,23 @@ def choose_prompt_tile(N: int, E: int, bits: int, width: int, kind: str = "") ->
     if bits == 4:
         if rows == 16:
             numbers = 256 if width % 256 == 0 else 128
-            if kind == "int4" and N > 8 * E:
-                # Weights of an expert with a few more rows are decoded once.
-                return PromptTile(32, 128, numbers, 4, tail=16)
-            if kind == "int4":  # three programs at once
-                return PromptTile(16, 128, numbers, 4, registers=168)
+            if kind == "int4" and N <= 8 * E and width >= 2048 and group >= 128:
+                return PromptTile(16, 128, numbers, 4, registers=168)  # three programs at once
+            if kind == "int4":  # weights of an expert with a few more rows are decoded once
+                # Short rows have few steps: four programs at once.
+                return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
+        if rows == 64 and kind == "int4":
+            return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
+        if kind == "mxfp4":  # 16 warps a multiprocessor: programs wait for scales in turn
+            wide = PromptTile(128, 256, 128, 16, tail=32, registers=128)
+            return PromptTile(32, 128, 128, 4, tail=16, registers=128) if rows == 32 else wide
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
-        tile = PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
-        return replace(tile, registers=128) if kind == "mxfp4" else tile  # four or two programs
+        return PromptTile(rows, 128, 128, 4 if few else 8, tail=max(16, rows // 4))
     rows = max(rows, 64) if rows > 16 else rows
     if bits >= 16:  # plain weights: long rows read fast
         if rows == 16:
@@ -284,16 +296,16 @@ def grouped_gemm(
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
     scale = tensors.scale
-    aligned = scale is None or scale.storage_offset() * scale.element_size() % 4 == 0
+    in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
-        chosen = choose_prompt_tile(N, E, bits, width, kind)
+        chosen = choose_prompt_tile(N, E, bits, width, kind, group)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)
     candidates = (
         (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation, aligned),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation, in_words),
             dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles

@@ -41,7 +41,9 @@ class RowSettings:
     active: int = 1  # A
     activation: Activation | None = None
 
-    block = property(lambda s: min(1024, triton.next_power_of_2(s.width)))  # numbers of a program
+    most: int = 1024  # numbers of a program
+
+    block = property(lambda s: min(s.most, triton.next_power_of_2(s.width)))
 
 
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
@@ -168,7 +170,8 @@ def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | 
     """x [T, D] -> the token of each of pairs [N], `active` a token, [N, D]; None: all, once."""
     count, width = len(x) if pairs is None else len(pairs), x.shape[1]
     y = x.new_empty(count, width)
-    s = RowSettings(width, active)
+    # Neighbors of a result come from all over a row.
+    s = RowSettings(width, active, most=1024 if columns is None else 4096)
     grid = count, triton.cdiv(width, s.block)
     launch(_gather_rows, grid, x.contiguous(), pairs, columns, y, settings=s)
     return y

@@ -61,7 +61,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
-    aligned: bool = True  # scales begin at a multiple of 4 bytes
+    in_words: bool = True  # scales have 16 bits and begin with a word of 32
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
@@ -79,20 +79,23 @@ class PromptSettings(Codes):
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
 
-    @property
-    def in_words(self) -> bool:
-        """Whether scales of 8 or 16 bits are loaded as words of 32 (`load_words`).
+    # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
+    paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
+    scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
-        Triton pipelines nothing smaller. ptxas moves what is loaded a step ahead behind the step's
-        last product, so that the next step waits for it.
+    @property
+    def scales_ahead(self) -> int:
+        """How many steps ahead a step's scales are loaded: 0 if Triton pipelines them.
+
+        It pipelines what is at least 32 bits wide: int4's, as words of two (`load_words`). ptxas
+        moves what is loaded one step ahead behind the step's last product, so that the next step
+        waits for it. Two ahead it is in time, for a register more each.
         """
-        BK, groups = self.tile.numbers, self.width // self.group
-        if not self.aligned or self.E * self.out * groups % 4:
-            return False
         if self.kind == "mxfp4":
-            return BK % 128 == 0
+            return 2
+        BK, groups = self.tile.numbers, self.width // self.group
         whole = BK % (2 * self.group) == 0 or self.group % BK == 0
-        return self.kind == "int4" and groups % 2 == 0 and whole
+        return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
 
 
 def prompt_operands(
@@ -105,6 +108,8 @@ def prompt_operands(
     if bits < 16:
         high = None if tensors.high is None else tensors.high.view(torch.int16)
         tensors = tensors._replace(codes=tensors.codes.view(torch.int16), high=high)
+    if kind == "mxfp4" and tensors.scale.shape[-1] % 2 == 0:
+        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     return tensors, bits, group
 
 
@@ -143,13 +148,17 @@ def load_above(plane, rows, start, s: tl.constexpr):
 
 @jit
 def load_scales(weights, rows, start, s: tl.constexpr):
-    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each."""
+    """Load scales and zeros of the groups of BK numbers from `start` on -> [BN, n] each.
+
+    If s.paired, scales of two groups each.
+    """
     BK: tl.constexpr = s.tile.numbers
-    GROUPS: tl.constexpr = s.width // s.group
-    UNITS: tl.constexpr = s.group // s.fields  # units of a group
+    GROUPS: tl.constexpr = s.width // s.scale_numbers
+    UNITS: tl.constexpr = s.scale_numbers // s.fields  # units of a group
     # EACH units share a group, wherever a tile begins. At most half a tile: with one scale a row,
     # Triton 3.6 moves all products through shared memory instead of the scale.
-    EACH: tl.constexpr = min(BK // s.fields // 2, UNITS & -UNITS)
+    MOST: tl.constexpr = BK // s.fields if s.paired else BK // s.fields // 2
+    EACH: tl.constexpr = min(MOST, UNITS & -UNITS)
     group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
     group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
     scale = tl.load(weights.scale + group)
@@ -161,46 +170,25 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 @jit
 def load_words(weights, rows, start, s: tl.constexpr):
-    """Load scales as `load_scales` does, as words of 32 bits: if s.in_words.
+    """Load int4's scales of the groups of BK numbers from `start` on as words -> [BN, n].
 
-    Those of mxfp4 stay words, of four scales each: [BN, BK / 128].
+    Rows begin with a word; a step has whole words, or a part of one group.
     """
     BK: tl.constexpr = s.tile.numbers
-    GROUPS: tl.constexpr = s.width // s.group
-    BYTES: tl.constexpr = 1 if s.kind == "mxfp4" else 2
-    LAST: tl.constexpr = s.E * s.out * GROUPS * BYTES // 4 - 1  # word of all experts
-    SPAN: tl.constexpr = 4 // BYTES * s.group  # numbers of a word
-    n: tl.constexpr = max(1, BK // SPAN)
+    WORDS: tl.constexpr = s.width // s.group // 2  # of a row
+    n: tl.constexpr = max(1, BK // (2 * s.group))
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = (rows * (GROUPS * BYTES)) // 4 + start // SPAN + tl.arange(0, n)[None, :]
-    word = tl.load(words + tl.minimum(at, LAST))
-    if s.kind == "mxfp4":  # a row begins within a word
-        wide = tl.load(words + tl.minimum(at + 1, LAST)).to(tl.int64) << 32
-        wide |= word.to(tl.int64) & 0xFFFFFFFF
-        return (wide >> rows * GROUPS % 4 * 8).to(tl.int32)
+    at = start // (2 * s.group) + tl.arange(0, n)[None, :]
+    if s.width % BK:
+        at = tl.minimum(at, WORDS - 1)
+    word = tl.load(words + rows * WORDS + at)
+    if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
+        word = word >> start // s.group % 2 * 16
+        both = tl.join(word, word)
     else:
-        if BK < SPAN:
-            word = word >> start // s.group % 2 * 16
-            both = tl.join(word, word)
-        else:
-            both = tl.join(word, word >> 16)
-        both = tl.reshape(both, [both.shape[0], 2 * n])
-        return both.to(tl.int16).to(weights.scale.dtype.element_ty, bitcast=True)
-
-
-@jit
-def e8m0_factors(words, DTYPE: tl.constexpr):
-    """Convert words of four e8m0 scales each, [BN, n], to factors of `decode` [BN, 4 n]."""
-    even, odd = words & 0x00FF00FF, words >> 8 & 0x00FF00FF
-    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():  # two at a time, as `e2m1_factor`
-        even, odd = even + 0x005E005E << 7, odd + 0x005E005E << 7
-    even, odd = tl.join(even, even >> 16), tl.join(odd, odd >> 16)
-    n: tl.constexpr = words.shape[1]
-    four = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * n])
-    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
-        return four.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return e2m1_factor(four & 0xFF, DTYPE)
+        both = tl.join(word, word >> 16)
+    both = tl.reshape(both, [both.shape[0], 2 * n]).to(tl.int16)
+    return both.to(weights.scale.dtype.element_ty, bitcast=True)
 
 
 @jit
@@ -215,10 +203,12 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     if s.kind == "nvfp4":
         scale, offset = pair_factors(scale, DTYPE)
     elif s.kind == "mxfp4":
-        if scale.dtype == tl.int32:
-            scale = e8m0_factors(scale, DTYPE)
-        else:
-            scale = e2m1_factor(scale.to(tl.int32), DTYPE)
+        scale = scale.to(tl.int32)
+        if s.paired:
+            n: tl.constexpr = scale.shape[1]
+            both = tl.join(scale & 0xFF, scale >> 8 & 0xFF)
+            scale = tl.reshape(both, [scale.shape[0], 2 * n])
+        scale = e2m1_factor(scale, DTYPE)
     elif s.kind == "int4" and scale.dtype != tl.bfloat16:
         scale = scale.to(tl.float32)  # or Triton would round products to fp16
     elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():

@@ -167,8 +167,8 @@ def scaled_int4(units, factor, K: tl.constexpr):
         mov.b32 none, 0x80008000;
         mov.b32 number, 0x80088008;
         fma.rn.bf16x2 eight, $2, number, none;
-        mov.b32 number, {0x3D803D80 if K % 2 else 0x3F803F80};
-        fma.rn.bf16x2 own, $2, number, none;
+        mov.b32 number, 0x3D803D80;
+        {"fma.rn.bf16x2 own, $2, number, none" if K % 2 else "mov.b32 own, $2"};
         shr.u32 bits, $1, {8 if K > 1 else 0};
         and.b32 bits, bits, {0x00F000F0 if K % 2 else 0x000F000F};
         fma.rn.bf16x2 $0, bits, own, eight;
