@@ -485,8 +485,9 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. So is a compiled session, but for a chat:
-    each number of drafts is captured before the first token. Raises ValueError as `check_clocks`.
+    experts are left out: those of drafts evict others. Compiled steps are left out, too: each
+    number of drafts is captured before the first token. Raises ValueError as
+    `check_clocks`.
     """
     kind, ranks = options.speculate, process_group.size()
     check_clocks(kind)
@@ -497,8 +498,7 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     if options.save_routing:  # drafts have no details
         return "off"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
-    is_slow = options.offload or (options.compile and not options.interactive)
-    return "auto" if one and not is_slow else "off"
+    return "auto" if one and not (options.offload or options.compile) else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

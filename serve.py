@@ -133,9 +133,10 @@ def open_speculation(
 ) -> Speculation | None:
     """Return what drafts for up to four answers at a time; None: nothing does.
 
-    The default leaves out several ranks and offloaded experts as generate.py does.
+    The default leaves out compiled sessions, whose start would take longer: each number of drafts
+    is captured. It leaves out several ranks and offloaded experts as generate.py does.
     """
-    is_slow = options.offload or process_group.size() > 1
+    is_slow = options.compile or options.offload or process_group.size() > 1
     kind = options.speculate or ("off" if is_slow else "auto")
     return None if kind == "off" else speculate(options, checkpoint, session, kind)
 

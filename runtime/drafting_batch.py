@@ -5,17 +5,10 @@ are those of the batch, until its prompt has been run. A KV cache masks refused 
 recurrent state takes in the accepted ones in that step (runtime/sequence_state.py).
 """
 
-import itertools
-import logging
 import time
-from collections import deque
-
-import torch
 
 from runtime.batch import WAYS, Batch, Launched, NewToken, Running
-from runtime.speculation import Speculation, most_ready
-
-log = logging.getLogger("moe_fast")
+from runtime.speculation import Speculation
 
 
 class DraftingBatch(Batch):
@@ -26,7 +19,6 @@ class DraftingBatch(Batch):
 
     def __init__(self, speculation: Speculation, max_batch: int | None = None):
         self.speculation = speculation
-        self.unprepared: deque[tuple[int, int, int]] = deque()  # passes, as of `warm_up`
         super().__init__(speculation.session, max_batch)
         speculation.sizes = self.sizes
 
@@ -40,27 +32,10 @@ class DraftingBatch(Batch):
 
     def prepare(self) -> None:
         super().prepare()
-        speculation = self.speculation
-        if not self.session.compiled:
-            return
-        ways = dict.fromkeys(self.session.candidates(sampling) for sampling in WAYS)
-        for size, candidates in itertools.product(self.sizes, ways):
-            self.unprepared += [(count, candidates, size) for count in speculation.counts(size)]
-        while not speculation.auto and self.prepare_next():
-            pass
-
-    def prepare_next(self) -> bool:
-        """Compile and capture a pass. Automatic drafts begin when theirs is there."""
-        if not self.unprepared:
-            return False
-        try:
-            self.speculation.warm_up(*self.unprepared.popleft())
-        except torch.cuda.OutOfMemoryError:
-            if not self.speculation.auto:
-                raise
-            self.unprepared.clear()
-            log.warning("no memory is left for more passes with drafts")
-        return bool(self.unprepared)
+        if self.session.compiled:
+            for size in self.sizes:
+                for sampling in WAYS if self.speculation.counts(size) else ():
+                    self.speculation.warm_up_all(self.session.candidates(sampling), size)
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
@@ -107,10 +82,8 @@ class DraftingBatch(Batch):
         the tokens of a plain step.
         """
         sequences = [sequence for sequence in self.rows if sequence]
-        if not any(sequence.drafts for sequence in sequences):
-            return []
-        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
-        if not most_ready(self.speculation, size, candidates):
+        fit = sequences and self.speculation.counts(self.size_of(sequences))
+        if not fit or not any(sequence.drafts for sequence in sequences):
             return []
         for one in sequences:
             is_past_prompt = self.session.cached[one.row] >= len(one.ids)
@@ -121,10 +94,6 @@ class DraftingBatch(Batch):
     def size_of(self, sequences: list[Running]) -> int:
         """Return the rows of a step of these sequences in the first rows."""
         return next(size for size in self.sizes if size >= len(sequences))
-
-    def candidates_of(self, sequences: list[Running]) -> int:
-        """Return the candidates of a step of these sequences."""
-        return max(self.session.candidates(sequence.sampling) for sequence in sequences)
 
     def begin_text(self, row: int, ids: list[int], sequence: Running) -> None:
         """Draft for this sequence from now on; ids: its text so far."""
@@ -148,8 +117,8 @@ class DraftingBatch(Batch):
             speculation.read_at, self.in_passes = time.perf_counter(), True
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
-        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
-        found = speculation.run_rows(candidates, left, drafts, size)
+        candidates = max(session.candidates(sequence.sampling) for sequence in sequences)
+        found = speculation.run_rows(candidates, left, drafts, self.size_of(sequences))
         for sequence, (tokens, drafted) in zip(sequences, found, strict=True):
             sequence.drafted += drafted
             sequence.accepted += min(len(tokens) - 1, sequence.tokens_left)

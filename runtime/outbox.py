@@ -48,8 +48,7 @@ class Outbox:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo what steps post within."""
-        torch.cuda.synchronize()  # a step in flight posts first
+        """Undo what steps post within. On entry no step is in flight."""
         slots, count = self.slots.clone(), self.count.clone()
         yield
         torch.cuda.synchronize()

@@ -12,7 +12,6 @@ Up to four sequences may share a pass. It is as wide as the one with most drafts
 after their own drafts are padding.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -268,8 +267,7 @@ class Speculation:
         rows, size = range(len(left)), size or len(left)
         may_draft = drafts or [True] * len(left)
         sources = [self.drafter_of(n).source() if may_draft[n] else None for n in rows]
-        most = most_ready(self, size, candidates)
-        asked = self.control.choose(sources if most else [None for _ in rows], most)
+        asked = self.control.choose(sources, self.counts(size).stop - 1)
         self.passes += 1
         if self.in_flight or not any(asked):
             goes_on = not any(asked) and min(left) > 1
@@ -348,19 +346,6 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
     """Return where a pass of the first rows has `count` drafts of each, [rows, count]."""
     drafts = speculation.drafter.drafts if rows == 1 else speculation.drafts[:rows]
     return drafts[:, :count]
-
-
-def most_ready(speculation: Speculation, rows: int, candidates: int) -> int:
-    """Return the most drafts that a pass of the first rows may have now.
-
-    Compiled automatic passes are captured before an answer, or between two (`prepare_next` of a
-    DraftingBatch), since that takes longer than drafts may lose.
-    """
-    counts, steps = speculation.counts(rows), speculation.steps
-    if not (speculation.auto and speculation.session.compiled):
-        return counts.stop - 1
-    captured = itertools.takewhile(lambda n: (rows, n, candidates) in steps, counts)
-    return max(captured, default=0)
 
 
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:

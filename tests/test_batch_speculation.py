@@ -1,7 +1,7 @@
 """Drafts in a batch: each sequence's text is that of plain steps, alone and beside others."""
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -270,10 +270,11 @@ def test_every_recurrent_family(name, rows, source, make_family):
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
-def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
+def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch):
     """Positions are on the device; a pass of three answers has four rows, of which one is idle."""
     if not compiled:
-        request.getfixturevalue("no_compiler")
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 128)
     requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]
@@ -281,13 +282,8 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     options = SessionOptions(batch=4, compile=True)
     batch = open_batch(Session(load_model(directory, "cpu"), 128, options), texts)
-    if compiled:  # what these answers need
-        for size in (1, 2, 4):
-            batch.speculation.warm_up_all(0, size)
-    else:
+    if not compiled:  # the compiler makes what the answers need
         batch.prepare()
-        while batch.prepare_next():
-            pass
         made = {(rows, count) for rows, count, _ in batch.speculation.steps}
         assert made == {*((1, n) for n in range(1, LIMIT + 1)), (2, 1), (2, 2), (2, 3), (4, 1)}
     for arrivals in ([0, 50, 100, 150], [0, 6, 20, 34], [0, 2, 4, 50]):
@@ -410,45 +406,6 @@ def test_sampled_text_keeps_its_distribution(right, monkeypatch):
     except AssertionError:  # a token of probability 0
         off = 2.0
     assert (off <= 1) == right
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_passes_are_captured_between_answers(kind, no_compiler):
-    """An answer has as many drafts as are there; it never waits for a pass to be captured."""
-    requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
-    expected = answers_alone(kind, requests)
-    texts = [ids + answer for (ids, *_), answer in zip(requests, expected, strict=True)]
-    batch = open_batch(make_session(kind, rows=4, compile=True), texts)
-    batch.prepare()
-    speculation, drafted = batch.speculation, []
-    goes_on, captured = True, 0
-    while goes_on:
-        goes_on, before = batch.prepare_next(), dict(speculation.steps)
-        captured += 1
-        if captured % 3 == 1:
-            batch.session.reset()
-            speculation.control.seen.clear()
-            assert run(batch, requests) == expected
-            drafted.append(speculation.control.seen["1 of 1"])
-            assert speculation.steps == before
-    # Passes of one row, of two, which may have 3 drafts, and of four; among all tokens or greedy.
-    assert captured == len(speculation.steps) == 2 * (4 + 3 + 1)
-    assert min(drafted) > 0 and not batch.prepare_next()
-
-
-def test_a_pass_that_does_not_fit_into_memory_ends_the_preparation(no_compiler, monkeypatch):
-    batch = open_batch(make_session(rows=2, compile=True))
-    batch.prepare()
-    assert batch.prepare_next()
-
-    def fail(*_) -> None:
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(batch.speculation, "warm_up", fail)
-    assert not batch.prepare_next() and not batch.unprepared
-    batch.speculation.auto, batch.unprepared = False, deque([(1, 0, 1)])  # as --speculate lookup
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        batch.prepare_next()
 
 
 @pytest.mark.parametrize("count", (1, 3))

@@ -568,7 +568,7 @@ def test_the_command_speculates_by_itself(command):
         ("", 1, 1, "auto"),
         ("--interactive", 0, 1, "auto"),
         ("--compile", 1, 1, "off"),
-        ("--compile --interactive", 0, 1, "auto"),
+        ("--compile --interactive", 0, 1, "off"),
         ("", 2, 1, "off"),
         ("--batch_size 1", 2, 1, "auto"),
         ("--batch_size 1 --compile", 2, 1, "off"),
