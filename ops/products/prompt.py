@@ -224,9 +224,10 @@ def choose_prompt_tile(
             return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
-        if kind == "mxfp4":  # 16 warps a multiprocessor: programs wait for scales in turn
-            wide = PromptTile(128, 256, 128, 16, tail=32, registers=128)
-            return PromptTile(32, 128, 128, 4, tail=16, registers=128) if rows == 32 else wide
+        if kind == "mxfp4" and rows == 32:  # four programs at once
+            return PromptTile(rows, 128, 128, 4, tail=16, registers=128)
+        if kind == "mxfp4":  # twice the outputs: half of the copies of x
+            return PromptTile(rows, 256, 128, 16, tail=32, registers=128)
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
@@ -300,6 +301,9 @@ def grouped_gemm(
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
+        if x.dtype is not torch.bfloat16:  # decoding takes more registers
+            fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
+            chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)
