@@ -142,10 +142,12 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
+    # Factors of other types take more registers than are left.
+    AHEAD: tl.constexpr = s.scales_ahead if tl.bfloat16 == DTYPE else min(s.scales_ahead, 1)
     factors, fetched = None, None
-    if s.step_scaled and s.scales_ahead > 0:
+    if s.step_scaled and AHEAD > 0:
         fetched = load_scales(weights, weight_rows, 0, s)
-    if s.step_scaled and s.scales_ahead == 2:
+    if s.step_scaled and AHEAD == 2:
         factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
         fetched = load_scales(weights, weight_rows, s.tile.numbers, s)
     for start in range(0, s.width, s.tile.numbers):
@@ -154,17 +156,16 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         if s.packed:
             at = (weight_rows, scale_rows, unit)
             own = factors
-            if s.step_scaled and s.scales_ahead == 1:
+            if s.step_scaled and AHEAD == 1:
                 own = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            if s.step_scaled and s.scales_ahead == 0:
+            if s.step_scaled and AHEAD == 0:
                 scales = load_words(weights, weight_rows, start, s), None
                 own = scale_factors(scales, weights, weight_rows, s, DTYPE)
             numbers = load_numbers(weights, own, at, inside, start, s, DTYPE)
-            if s.step_scaled and s.scales_ahead == 2:
+            if s.step_scaled and AHEAD == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            if s.step_scaled and s.scales_ahead > 0:
-                later = start + s.scales_ahead * s.tile.numbers
-                fetched = load_scales(weights, weight_rows, later, s)
+            if s.step_scaled and AHEAD > 0:
+                fetched = load_scales(weights, weight_rows, start + AHEAD * s.tile.numbers, s)
             # One product per field: a tensor core reads the registers of its operand until the
             # kernel waits for it, and the compiler waits before it decodes the next field. It cut a
             # single product of all fields into several, and Triton 3.6 wrote to registers that were
@@ -213,7 +214,8 @@ def choose_prompt_tile(
     rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
     if bits == 4:
         if rows == 16:
-            numbers = 256 if width % 256 == 0 else 128
+            # mxfp4 would spill in fp16.
+            numbers = 256 if width % 256 == 0 and kind != "mxfp4" else 128
             if kind == "int4" and N <= 8 * E and width >= 2048 and group >= 128:
                 return PromptTile(16, 128, numbers, 4, registers=168)  # three programs at once
             if kind == "int4":  # weights of an expert with a few more rows are decoded once
@@ -224,9 +226,10 @@ def choose_prompt_tile(
             return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
-        if kind == "mxfp4":  # 16 warps a multiprocessor: programs wait for scales in turn
-            wide = PromptTile(128, 256, 128, 16, tail=32, registers=128)
-            return PromptTile(32, 128, 128, 4, tail=16, registers=128) if rows == 32 else wide
+        if kind == "mxfp4" and rows == 32:  # four programs at once
+            return PromptTile(rows, 128, 128, 4, tail=16, registers=128)
+        if kind == "mxfp4":  # twice the outputs: half of the copies of x
+            return PromptTile(rows, 256, 128, 16, tail=32, registers=128)
         # Instructions bind few rows: 4 warps have fewer for each weight than 8. These kinds would
         # take all registers.
         few = rows == 32 and kind not in ("q5_k", "q6_k")
@@ -300,6 +303,9 @@ def grouped_gemm(
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
+        if x.dtype is not torch.bfloat16:  # decoding takes more registers
+            fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
+            chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)

@@ -73,7 +73,7 @@ class PromptSettings(Codes):
     # Codes of a unit.
     fields = property(lambda s: 16 // (2 if s.bits == 3 else s.bits) if s.packed else 1)
     step_scaled = property(lambda s: s.bits < 8 or s.gguf)  # each group along `in` has a scale
-    # Or a second factor: the result of `scale_factors` has two numbers a group.
+    # The result of `scale_factors` has two numbers a group.
     has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
@@ -172,10 +172,10 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 def load_words(weights, rows, start, s: tl.constexpr):
     """Load int4's scales of the groups of BK numbers from `start` on as words -> [BN, n].
 
-    Rows begin with a word; a step has whole words, or a part of one group.
+    Rows have whole words; a step has whole words, too, or a part of one group.
     """
     BK: tl.constexpr = s.tile.numbers
-    WORDS: tl.constexpr = s.width // s.group // 2  # of a row
+    WORDS: tl.constexpr = s.width // s.group // 2
     n: tl.constexpr = max(1, BK // (2 * s.group))
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
     at = start // (2 * s.group) + tl.arange(0, n)[None, :]
