@@ -228,7 +228,10 @@ def test_which_commands_copy_ahead(folder, monkeypatch):
     for changed in ({"device": "cpu"}, {"offload": True}, {"dry_run": True}):
         read_model_ahead(Namespace(**plain | changed))
     read_model_ahead(Namespace(**plain | {"checkpoint_path": files(folder)[0]}))  # as a GGUF file
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    read_model_ahead(Namespace(**plain))
     assert not begun
+    monkeypatch.setenv("WORLD_SIZE", "1")
     read_model_ahead(Namespace(**plain))
     assert begun == [files(folder)]
 
