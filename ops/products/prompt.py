@@ -305,7 +305,7 @@ def grouped_gemm(
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
         if x.dtype is not torch.bfloat16:  # decoding takes more registers
             fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
-            if kind in ("q5_k", "q6_k"):
+            if kind in ("q5_k", "q6_k", "iq4"):
                 fewer["numbers"] = min(chosen.numbers, 128)
             chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
