@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.draft_control import (
@@ -185,6 +185,7 @@ def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
     accepted=st.lists(st.integers(0, LIMIT), min_size=1, max_size=400),
     costs=st.lists(st.floats(0.2, 6), min_size=LIMIT, max_size=LIMIT),
 )
+@example(accepted=[0, 0, 0], costs=[1.0, 0.5, 1.0, 1.0, 1.0, 2.0, 3.0])
 @settings(max_examples=200, deadline=None)
 def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
     """The bound of DraftControl's docstring, for any acceptance, any costs, from any place on."""
@@ -197,7 +198,8 @@ def test_the_loss_is_bounded_over_every_stretch(accepted, costs):
         excess += cost[asked] - (1 + LOSS) * (taken + 1)
         lowest = min(lowest, excess)
         worst, most_lost = max(worst, excess - lowest), max(most_lost, excess)
-    uncounted = sum(c for c in costs if c > 3)  # the first pass of a kind that takes so long
+    # The first pass of a kind that takes so long, beside one that may be faster than a plain step.
+    uncounted = sum(c for c in costs if c > 3 * min(cost))
     bound = MAX_DEBT + max(cost) + uncounted + 1e-6
     assert most_lost <= bound and worst <= bound + MAX_CREDIT
 
