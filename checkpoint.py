@@ -205,11 +205,9 @@ class SafetensorsFile:
         """
         if name not in self.tensors:
             raise KeyError(name)
-        if (
-            index is None
-            and (tensor := self._read_uploaded(name, torch.device(device))) is not None
-        ):
-            return tensor
+        uploaded = self._read_uploaded(name, torch.device(device)) if index is None else None
+        if uploaded is not None:
+            return uploaded
         try:
             # Open the file for every tensor (0.05 ms for 10 tensors, 0.7 ms for 1000): tensors of
             # one handle share their pages, so that a write to one would show in the next read.

@@ -70,11 +70,12 @@ def read_model_ahead(options: argparse.Namespace) -> None:
         if path is not None:
             files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
             read_ahead(files)
+            if path.is_file():
+                return
             is_alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks read parts of the files
-            if path.is_dir() and is_alone and may_have_gpu(options) and not options.offload:
+            if is_alone and may_have_gpu(options) and not options.offload:
                 upload_ahead.start(files)
-            if path.is_dir():
-                load_tokenizer_ahead(path)
+            load_tokenizer_ahead(path)
 
 
 def load_tokenizer_ahead(directory: Path) -> None:

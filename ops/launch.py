@@ -270,6 +270,12 @@ def jit(function=None, **options):
     return triton.jit(function, **options) if interpreted else Kernel(function, **options)
 
 
+def can_launch(x: Tensor, *kernels: str) -> bool:
+    """Whether our kernels run on the GPU of x; kernels: names of some that must not be broken."""
+    runs = triton is not None and x.is_cuda and gpu_of(x.device).runs_kernels
+    return runs and not any(name in broken for name in kernels)
+
+
 def try_kernels(name: str, launch: Callable, plain: Callable, *arguments):
     """Return launch(*arguments), or plain(*arguments) if its kernels cannot run on this GPU.
 
@@ -288,6 +294,11 @@ def give_up(name: str, error: KernelError) -> None:
     if name not in broken:
         broken.add(name)
         log.warning("%s: a plain form replaces kernels that cannot run here (%s)", name, error)
+
+
+def gpu_has_pdl(device: torch.device | None) -> bool:
+    """Whether a device has programmatic dependent launch (`Gpu.has_pdl`)."""
+    return device is not None and device.type == "cuda" and gpu_of(device).has_pdl
 
 
 @jit
@@ -315,14 +326,3 @@ def check_shapes(**expected: tuple[Tensor, Sequence[int]]) -> None:
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
-
-
-def can_launch(x: Tensor, *kernels: str) -> bool:
-    """Whether our kernels run on the GPU of x; kernels: names of some that must not be broken."""
-    runs = triton is not None and x.is_cuda and gpu_of(x.device).runs_kernels
-    return runs and not any(name in broken for name in kernels)
-
-
-def gpu_has_pdl(device: torch.device | None) -> bool:
-    """Whether a device has programmatic dependent launch (`Gpu.has_pdl`)."""
-    return device is not None and device.type == "cuda" and gpu_of(device).has_pdl

@@ -59,7 +59,7 @@ def read_kernels(launched: Path, device: torch.device) -> None:
     """
     wait_for_hash()
     with suppress(Exception):  # the driver loads PyTorch's kernels for the table: 0.06 s
-        rope_table(torch.ones(1, device=device), 1)
+        rope_table(torch.ones(1, dtype=torch.float32, device=device), 1)
     with suppress(Exception), torch.cuda.device(device):
         for task in json.loads(launched.read_text() or "[]"):
             with suppress(Exception):

@@ -355,9 +355,9 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
     """
     session, q = speculation.session, speculation.drafter.q
     for rows in speculation.sizes:
-        (state, _), most = session.first_rows(rows), speculation.counts(rows).stop
-        for drafts in (drafts_of(speculation, rows, count) for count in range(1, most)):
-            count = drafts.shape[1]
+        state, _ = session.first_rows(rows)
+        for count in range(1, speculation.counts(rows).stop):
+            drafts = drafts_of(speculation, rows, count)
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
                 for reach in runner.reaches(count + 1, session.cache_len):
                     launch_pass(runner, state, drafts, given, speculation.result, reach)
