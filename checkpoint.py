@@ -26,15 +26,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from cli import upload_ahead
 from cli.checkpoint_options import build_parser
 from cli.command import command, printable
-from cli.files import Stamp, check_regular, lfs_pointer, read_regular, stamp
-from cli.pipeline import ahead
 from cli.report import in_bytes
-from cli.safetensors_output import Entry, FileRange, Run, SafetensorsOutput, file_order
-from cli.staging import LOCK, StagedDirectory, flush_to_disk, recover
 from cli.startup import check_arguments
+from host import upload_ahead
+from host.files import Stamp, check_regular, lfs_pointer, read_regular, stamp
+from host.pipeline import ahead
+from host.safetensors_output import Entry, FileRange, Run, SafetensorsOutput, file_order
+from host.staging import LOCK, StagedDirectory, flush_to_disk, recover
 
 if __name__ == "__main__":
     check_arguments(build_parser)

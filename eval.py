@@ -19,10 +19,10 @@ from pathlib import Path
 
 from cli.command import check_stdout, command
 from cli.eval_options import DEFAULT_SEQ_LEN, build_parser, check_options
-from cli.files import check_regular
 from cli.log import log_to_stderr
 from cli.report import in_bytes
 from cli.startup import check_arguments
+from host.files import check_regular
 
 if __name__ == "__main__":
     check_arguments(build_parser, check_options)

@@ -19,12 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cli.before_imports import create_context, hash_ahead, keep_bytecode
 from cli.chat import Chat, greeting, model_name, read_requests
 from cli.command import check_stdout, command
-from cli.compile_cache import use_compile_cache
-from cli.compile_helper import start_before_imports
-from cli.folders import user_cache
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
     DEFAULT_PROMPT,
@@ -40,8 +36,12 @@ from cli.options import check_checkpoint_path, choose_compile
 from cli.prompts import read_prompts
 from cli.report import format_statistics, in_seconds
 from cli.routing_file import RoutingRecorder
-from cli.staging import remove
 from cli.startup import check_arguments
+from host.before_imports import create_context, hash_ahead, keep_bytecode
+from host.compile_cache import use_compile_cache
+from host.compile_helper import start_before_imports
+from host.folders import user_cache
+from host.staging import remove
 from hub.manage import manage, manage_and_exit, read_model_ahead
 
 if __name__ == "__main__":

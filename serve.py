@@ -12,13 +12,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from cli.before_imports import create_context, hash_ahead, keep_bytecode
 from cli.command import command
-from cli.compile_helper import start_before_imports
 from cli.log import log_to_stderr
 from cli.options import check_length, choose_compile
 from cli.serve_options import build_parser, check_options, default_batch
 from cli.startup import check_arguments
+from host.before_imports import create_context, hash_ahead, keep_bytecode
+from host.compile_helper import start_before_imports
 from hub.manage import read_model_ahead
 
 if __name__ == "__main__":

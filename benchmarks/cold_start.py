@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TextIO
 
 from cli.benchmark_options import add_measure_options
-from cli.compile_helper import start_before_imports
 from cli.parser import Parser
+from host.compile_helper import start_before_imports
 
 INTERVAL = 0.01
 LEAST = 0.04

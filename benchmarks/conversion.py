@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.load_checkpoint import Peak
 from cli.parser import Parser
-from cli.staging import flush_to_disk
+from host.staging import flush_to_disk
 from models import args_from_hf, family_of_config
 from models.converter import convert
 from models.family import PublishedLayout

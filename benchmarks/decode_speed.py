@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.kernel_profile import cuda_kernels, kernel_table, weight_reads
-from cli.compile_cache import use_compile_cache
 from formats.kv_cache import KV_CACHES
+from host.compile_cache import use_compile_cache
 from model import ModelArgs, Transformer
 from models.layers.indexed_attention import IndexedAttention
 from models.layers.joined_state import JoinedState

@@ -36,8 +36,8 @@ from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.decode_speed import randomize, read_bandwidth
 from benchmarks.fused_decode import CACHE, Layers, load_layers
 from benchmarks.layer_tuning import Tuning
-from cli.compile_helper import start
 from cli.parser import Parser
+from host.compile_helper import start
 from model import Transformer
 from ops.attention import delta
 from ops.compile_ahead import collect

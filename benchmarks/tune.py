@@ -40,10 +40,10 @@ from benchmarks.layer_tuning import (
     tilings_of,
     tune_layers,
 )
-from cli.compile_helper import start
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
 from formats.quantizer import DTYPES
+from host.compile_helper import start
 from model import Transformer, swiglu
 from models.layers.pending_state import RecurrentLayer
 from models.random_weights import architecture, first_layers, number_format

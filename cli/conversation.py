@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.command import describe_os_error
-from cli.files import replace_text
+from host.files import replace_text
 
 MAX_FILE = 16 << 20  # bytes of a conversation
 KEPT = "role", "content", "tool_calls", "tool_call_id"  # fields of a message

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.files import read_regular
+from host.files import read_regular
 
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cli.command import describe_os_error
-from cli.files import replace_text
+from host.files import replace_text
 
 VERSION = 1
 DIGITS = 4  # a weight's

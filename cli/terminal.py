@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli.folders import user_state
+from host.folders import user_state
 
 try:
     import readline

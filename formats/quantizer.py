@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import Checkpoint, Layout, Piece, Writer, is_finite, tensor_order
-from cli.pipeline import in_threads
 from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.packed import Packed, PackedExpertLinear, PackedLinear
 from formats.row_ranges import ExpertRowRanges, RowRanges
+from host.pipeline import in_threads
 from model import ExpertLinear, Linear, Transformer
 
 # Dtypes of weights that are not packed.

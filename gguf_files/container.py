@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import check_name, check_unchanged, stamp
-from cli.files import check_regular, lfs_pointer
+from host.files import check_regular, lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = 2, 3

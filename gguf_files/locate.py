@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.files import read_regular
 from gguf_files.container import SPLIT, is_gguf
+from host.files import read_regular
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"  # mediaType of a manifest's layer
 MAX_MANIFEST = 1 << 20  # bytes

@@ -5,10 +5,10 @@ import re
 import zlib
 from pathlib import Path
 
-from cli.folders import user_cache
-from cli.staging import StagedDirectory
 from gguf_files.container import GGUFFile
 from gguf_files.vocabulary import tokenizer_files
+from host.folders import user_cache
+from host.staging import StagedDirectory
 
 VERSION = 1  # of what is written here
 DONE = "source.json"  # names the format and the file; the last to be written

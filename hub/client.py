@@ -13,10 +13,10 @@ from huggingface_hub.hf_api import RepoSibling
 from tqdm import tqdm
 
 from checkpoint import SIDE_FILES, TOKENIZER_FILES, read_json
-from cli.files import is_own_file, read_regular
 from cli.log import EscapingFormatter
 from cli.report import in_bytes
-from cli.staging import remove
+from host.files import is_own_file, read_regular
+from host.staging import remove
 from hub.digests import GIT_SHA1, SHA256, has_digest
 from hub.disk import RECORDS
 from hub.errors import AGAIN, NoAnswer, asking, in_one_line

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.files import check_regular
+from host.files import check_regular
 
 CHUNK = 4 << 20  # bytes read at a time
 SHA256, GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")

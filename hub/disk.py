@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli.command import printable
-from cli.files import is_own_directory, is_own_file, read_regular
 from cli.model_name import PUBLISHED, UNRECORDED, ModelName, models_folder, parse_model_name
-from cli.resumable import SUFFIX, remove_partial
-from cli.staging import LOCK, recover, remove, remove_tree, take_lock
+from cli.report import in_bytes
+from host.files import is_own_directory, is_own_file, read_regular
+from host.resumable import SUFFIX, remove_partial
+from host.staging import LOCK, recover, remove, remove_tree, take_lock
 
 SOURCE = "source.json"  # side file of a checkpoint: {"repo_id", "revision", "commit", "published"}
 WEIGHTS = ".safetensors", ".gguf"
@@ -183,15 +184,11 @@ def size_of_file(path: Path) -> int:
         return 0
 
 
-def in_gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
-
-
 def table(models: list[StoredModel]) -> str:
     """Return a line for each model, under a header."""
     rows = [LIST_HEADER]
     rows += [
-        (printable(str(m.name)), printable(m.family), printable(m.format), in_gb(m.bytes))
+        (printable(str(m.name)), printable(m.family), printable(m.format), in_bytes(m.bytes))
         for m in models
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

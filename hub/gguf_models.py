@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cli.model_name import ModelName
+from cli.report import in_bytes
 from gguf_files.container import SPLIT
 from gguf_files.locate import known_folders, models_of
 from hub.client import Repository, check_disk, fetch_file, is_complete, list_files
@@ -106,7 +107,7 @@ def download(name: ModelName, repository: Repository, files: list[str], progress
     total = sum(sizes[file] for file in missing)
     check_disk(folder, total)
     if missing:
-        log.info(f"{name}: {total / 1e9:.3g} GB to download, as {files[0]}")
+        log.info(f"{name}: {in_bytes(total)} to download, as {files[0]}")
 
     class Bar(tqdm):
         """The client's bar of one file."""

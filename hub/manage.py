@@ -6,16 +6,16 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from cli import upload_ahead
-from cli.before_imports import load_libraries, read_ahead
 from cli.command import printable
-from cli.compile_helper import may_have_gpu
 from cli.model_name import models_folder, parse_model_name
+from cli.report import in_bytes
+from host import upload_ahead
+from host.before_imports import load_libraries, read_ahead
+from host.compile_helper import may_have_gpu
 from hub.disk import (
     StoredModel,
     find_checkpoint,
     find_stored,
-    in_gb,
     remove_stored,
     stored_models,
     table,
@@ -31,7 +31,7 @@ def manage(options: argparse.Namespace) -> int:
         print_models()
         return 0
     found = find_stored(parse_model_name(options.remove))
-    total = in_gb(sum(model.bytes for model in found if not model.is_link))
+    total = in_bytes(sum(model.bytes for model in found if not model.is_link))
     shown = "\n".join(map(describe, found))
     if not options.yes and not confirm(f"{shown}\nremove {total}? [y/N] "):
         print("nothing was removed", file=sys.stderr)
@@ -47,7 +47,7 @@ def describe(model: StoredModel) -> str:
     path = printable(str(model.paths[0] if len(model.paths) == 1 else model.folder))
     if model.is_link:
         return f"  {path} (a link; {printable(str(model.paths[0].resolve()))} stays)"
-    return f"  {path} ({printable(model.format)}, {in_gb(model.bytes)})"
+    return f"  {path} ({printable(model.format)}, {in_bytes(model.bytes)})"
 
 
 def manage_and_exit(options: argparse.Namespace) -> None:

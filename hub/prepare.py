@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from checkpoint import NAMES, Checkpoint, Layout, SafetensorsFile, Writer, file_crc32, read_json
 from cli.model_name import PLAIN, ModelName, check_format, parse_model_name
-from cli.resumable import ResumableDirectory, remove_partial
-from cli.staging import remove
+from cli.report import in_bytes
 from formats.quantizer import (
     Packing,
     add_head,
@@ -33,6 +32,8 @@ from formats.quantizer import (
     plan_format,
     quantize,
 )
+from host.resumable import ResumableDirectory, remove_partial
+from host.staging import remove
 from hub.client import Repository, fetch_file, free_space, list_files
 from hub.disk import SOURCE, find_checkpoint
 from hub.errors import AGAIN, ELSEWHERE, describe_error, in_one_line
@@ -366,12 +367,12 @@ class Fetch:
         found = describe_groups(self.format)
         groups = f" ({found})" if found else ""
         log.info(
-            f"{self.name}: {total / 1e9:.3g} GB to download, {sum(written.values()) / 1e9:.3g} GB "
-            f"to write as {format}{groups}{done}; needs {need / 1e9:.3g} GB of disk at most, "
-            f"{free / 1e9:.3g} GB are free"
+            f"{self.name}: {in_bytes(total)} to download, {in_bytes(sum(written.values()))} to "
+            f"write as {format}{groups}{done}; needs {in_bytes(need)} of disk at most, "
+            f"{in_bytes(free)} are free"
         )
         if need > free:
-            what = f"needs {need / 1e9:.3g} GB of disk and {free / 1e9:.3g} GB are free"
+            what = f"needs {in_bytes(need)} of disk and {in_bytes(free)} are free"
             raise ValueError(f"{self.name} {what}; free some space, or {ELSEWHERE}")
         self.bar.total = total
         if not self.missing:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import HEADER_DTYPES, SafetensorsFile
-from cli.safetensors_output import FileRange
+from host.safetensors_output import FileRange
 from hub.client import Repository, fetch_file, is_current
 from hub.errors import FAILURES, one_line
 from hub.threads import CANCEL_SECONDS, Cancelled, bar_class, in_threads

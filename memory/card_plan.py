@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from cli.free_memory import free_host_memory
 from cli.model_name import PLAIN, parse_model_name
 from cli.options import DEFAULT_CHAT_LENGTH, check_length
 from cli.report import in_bytes, in_tokens
 from cli.serve_options import default_batch
 from formats.quantizer import DTYPES
 from gguf_files.opening import open_source
+from host.free_memory import free_host_memory
 from memory.advice import largest, size_text
 from memory.cards import HOST, Card, card_here, card_of_name, layer_seconds, token_seconds
 from memory.choice import Choice, Freedom, capacity_of, choose
 from memory.commands import generation_setup, server_setup
-from memory.plan import GB, Memory, ModelSizes, Setup, reserve
+from memory.plan import Memory, ModelSizes, Setup, reserve
 from models import args_of_checkpoint
 from offload.plan import OffloadPlan, make_plan
 from ops.plain.attention import BLOCK
@@ -61,23 +61,23 @@ class Plan(NamedTuple):
     def where(self) -> str:
         """Where the weights are."""
         sizes = self.choice.setup.sizes
-        beside = f"; a table in host memory, {in_gb(sizes.tables)}" if sizes.tables else ""
+        beside = f"; a table in host memory, {in_bytes(sizes.tables)}" if sizes.tables else ""
         if self.experts is None:
-            return f"{in_gb(sizes.weights)} of weights on the GPU{beside}"
-        held, experts = in_gb(self.experts.nbytes), self.experts.experts
+            return f"{in_bytes(sizes.weights)} of weights on the GPU{beside}"
+        held, experts = in_bytes(self.experts.nbytes), self.experts.experts
         return (
             f"--offload, {self.experts.slots} of {experts.n_local} experts a layer and the other "
             f"weights on the GPU, {held}; all experts in host memory, "
-            f"{in_gb(experts.host_bytes)}{beside}"
+            f"{in_bytes(experts.host_bytes)}{beside}"
         )
 
     def lines(self, compiled: bool = True) -> list[str]:
         """Return the plan in three lines."""
         card, setup = self.place.card, self.choice.setup
-        free = in_gb(self.place.memory.gpu or 0) + " free" * self.place.is_here
+        free = in_bytes(self.place.memory.gpu or 0) + " free" * self.place.is_here
         first = f"plan: {card.name}, {free}: {self.name} in {self.format}"
         if self.choice.mode:
-            whole = in_gb(self.published.weights)
+            whole = in_bytes(self.published.weights)
             first += f" ({whole} in {format_of(self.published)})"
         context = f"context of {in_tokens(self.choice.capacity.length)}"
         if setup.max_batch is None and setup.batch > 1:
@@ -113,11 +113,6 @@ def format_of(sizes: ModelSizes) -> str:
     if "modules" in sizes.format:
         return sizes.format["name"]
     return next(name for name, dtype in DTYPES.items() if dtype == sizes.dtype)
-
-
-def in_gb(count: int) -> str:
-    """Return a number of bytes in GB with one decimal, or a small one as `in_bytes` does."""
-    return f"{count / GB:.1f} GB" if count >= GB else in_bytes(count)
 
 
 def plan_of(
@@ -268,9 +263,9 @@ def plan_setup(options: argparse.Namespace, place: Place, setup: Setup) -> Plan:
         given = [f"--{name}" for name in limiting if vars(options).get(name)]
         others = f", or another {' and '.join(given)}" if given else ""
         raise ValueError(
-            f"{name}: no plan fits {place.card.name} with {in_gb(place.memory.gpu or 0)} "
-            f"and {in_gb(place.memory.host)} of host memory: its weights take "
-            f"{in_gb(setup.sizes.weights)} as published; name a larger card{others}"
+            f"{name}: no plan fits {place.card.name} with {in_bytes(place.memory.gpu or 0)} "
+            f"and {in_bytes(place.memory.host)} of host memory: its weights take "
+            f"{in_bytes(setup.sizes.weights)} as published; name a larger card{others}"
         )
     return plan_of(name, place, choice, setup.sizes, options.decode_kernels)
 

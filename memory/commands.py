@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from cli.free_memory import free_host_memory
 from cli.model_name import UNRECORDED
 from cli.options import parse_size
 from formats.kv_cache import KV_CACHES
 from formats.packed import weight_bytes
 from formats.quantizer import DTYPES
+from host.free_memory import free_host_memory
 from hub.disk import SOURCE, read
 from memory.advice import Levers, advise
 from memory.plan import GB, Memory, ModelSizes, Setup, fit, session_bytes

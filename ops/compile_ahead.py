@@ -5,7 +5,7 @@
 
 A launch that follows finds its kernel in the cache. One process would compile for half a minute:
 Triton's code generator is Python, which holds its lock. The helper has no CUDA context, so it may
-fork. cli/compile_helper.py starts it; runtime/compile_ahead.py decides what is compiled, and when.
+fork. host/compile_helper.py starts it; runtime/compile_ahead.py decides what is compiled, and when.
 """
 
 import dataclasses

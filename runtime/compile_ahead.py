@@ -1,6 +1,6 @@
 """Compile a session's kernels before its first step, while its weights load.
 
-The helper (cli/compile_helper.py) has started by then, since importing Triton takes seconds.
+The helper (host/compile_helper.py) has started by then, since importing Triton takes seconds.
 The session then names the launches of its steps, which are compiled side by side. A marker beside
 Triton's cache tells later runs that a launch is in there, and another that a model is.
 """
@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 import ops
-from cli.before_imports import start_hashing, wait_for_hash
-from cli.compile_helper import MARKERS, start, started, stop
-from cli.files import stamp
+from host.before_imports import start_hashing, wait_for_hash
+from host.compile_helper import MARKERS, start, started, stop
+from host.files import stamp
 from ops.compile_ahead import cache_folder, code_of, kernel_of, signature
 from ops.gpu import Gpu
 from ops.launch import known_keys, triton

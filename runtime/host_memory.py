@@ -9,7 +9,6 @@ slower.
 import ctypes
 import logging
 import platform
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from cli.free_memory import free_host_memory
+from host.free_memory import free_host_memory
+from host.switches import switch_interval
 from runtime.memory import Shortage
 from runtime.uploads import Uploads, bytes_of
 
@@ -26,8 +26,8 @@ HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 # Buffers for uploads, and bytes of each: one is filled while the GPU reads others. Small tensors
 # take one each, so that there are more than two.
 BUFFERS, BUFFER_BYTES = 4, 16 << 20
-# After which another thread gives Python's lock away. A piece needs the lock four times: with
-# Python's 5 ms, a thread that reads kernels makes it last 23 ms instead of 0.7.
+# A piece of a copy needs Python's lock four times: with Python's own interval, a thread that reads
+# kernels makes it last 23 ms instead of 0.7.
 SWITCH_SECONDS = 1e-4
 
 log = logging.getLogger("moe_fast")
@@ -91,13 +91,10 @@ def pinned_uploads(device: torch.device, size: int = BUFFER_BYTES) -> Iterator[N
         return host.split(size) if register_host_memory(host, owner, device) else ()
 
     uploads = Uploads(make_buffers, device)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        with uploads:
+        with switch_interval(SWITCH_SECONDS), uploads:
             yield
     finally:
-        sys.setswitchinterval(interval)
         torch.cuda.synchronize(device)  # the buffers are freed with `uploads`
 
 

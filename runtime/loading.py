@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tp
-from cli import upload_ahead
 from cli.report import in_bytes, in_seconds
 from formats import FORMATS
 from formats.packed import Packed, stays_in_host_memory, weight_bytes
 from formats.quantizer import DTYPES
 from gguf_files.opening import open_source
+from host import upload_ahead
 from model import Transformer
 from models import args_of_checkpoint, head_args
 from models.multi_token import HeadSource

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cli.upload_ahead import staged_bytes
+from host.upload_ahead import staged_bytes
 from model import KVCache, ModelArgs, Transformer
 from ops.plain.attention import BLOCK
 from ops.plain.ring import Ring

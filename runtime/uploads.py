@@ -34,9 +34,9 @@ class Uploads(TorchFunctionMode):
     It does so in the order of the device's current stream.
 
     make_buffers: returns uint8 tensors of one size, of memory that is pinned for the life of its
-    argument; none, if there is no such memory: then copies are plain ones. The first copy calls it,
-    since weights may be on the GPU already (cli/upload_ahead.py). The stream must have ended before
-    the buffers are freed. mark: as the function of this name.
+    argument; none, if there is no such memory: then copies are plain ones. The first copy calls it:
+    weights may be on the GPU already (host/upload_ahead.py). The stream must have ended before the
+    buffers are freed. mark: as the function of this name.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from cli.upload_ahead import taken_bytes
+from host.upload_ahead import taken_bytes
 from model import Experts, Linear, Transformer
 
 

@@ -11,7 +11,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from host.switches import switch_interval
 from parallel import process_group
 from runtime.session import Session
 from runtime.speculation import Speculation
@@ -55,8 +55,8 @@ from tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("moe_fast")
 Prepared = tuple[GenerationRequest, Builder]
 Endpoint = Callable[[Request], Awaitable[Response]]
-# How long a thread keeps Python's lock while another waits. The default of 5 ms is as long as a
-# decode step: the main thread would launch the next one late.
+# Of Python's lock. Its own interval is as long as a decode step: the main thread would launch the
+# next one late.
 SWITCH_SECONDS = 5e-4
 REQUEST_ID = "request-id"  # a header of Anthropic's API
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
@@ -459,20 +459,18 @@ def run_server(
             f"cannot listen on port {port} any more ({error.strerror}): choose another --port"
         ) from None
     http_server = make_http_server(app)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
     thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        while not http_server.started and thread.is_alive():
-            time.sleep(0.01)
-        if not http_server.started:
-            raise ValueError("the HTTP server did not start: its own message is above")
-        on_ready()
-        decoder.run()
-    finally:
-        decoder.scheduler.close()
-        http_server.should_exit = True
-        thread.join(timeout=10)
-        listener.close()
-        sys.setswitchinterval(interval)
+    with switch_interval(SWITCH_SECONDS):
+        thread.start()
+        try:
+            while not http_server.started and thread.is_alive():
+                time.sleep(0.01)
+            if not http_server.started:
+                raise ValueError("the HTTP server did not start: its own message is above")
+            on_ready()
+            decoder.run()
+        finally:
+            decoder.scheduler.close()
+            http_server.should_exit = True
+            thread.join(timeout=10)
+            listener.close()

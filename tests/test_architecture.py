@@ -23,27 +23,34 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 # A unit is a root module or a package. A row lists the units that it may import.
 LIBRARY = {
     "ops": set(),
-    "cli": set(),
+    "host": set(),
+    "cli": {"host"},
     "chat_template": set(),
     "tokenizer": {"chat_template"},
-    "checkpoint": {"cli", "tokenizer"},
+    "checkpoint": {"host", "cli", "tokenizer"},
     "model": {"ops"},
-    "formats": {"ops", "cli", "model", "checkpoint"},
+    "formats": {"ops", "host", "model", "checkpoint"},
     "models": {"ops", "model", "formats", "checkpoint", "tokenizer"},
     "parallel": {"ops", "cli"},
     "tp": {"ops", "model", "models", "formats", "parallel"},
-    "gguf_files": {"cli", "checkpoint", "model", "formats", "models"},
+    "gguf_files": {"host", "checkpoint", "model", "formats", "models"},
     "runtime": {
-        *("ops", "cli", "checkpoint", "model", "formats", "models", "gguf_files", "parallel", "tp")
+        *("ops", "host", "cli", "checkpoint", "model", "formats", "models"),
+        *("gguf_files", "parallel", "tp"),
     },
     "offload": {"ops", "model", "formats", "runtime"},
-    "hub": {"cli", "checkpoint", "tokenizer", "model", "formats", "models", "gguf_files"},
+    "hub": {
+        *("host", "cli", "checkpoint", "tokenizer", "model", "formats", "models", "gguf_files")
+    },
 }
-LIBRARY["tool_calls"] = {"runtime", "tokenizer"}
+LIBRARY["tool_calls"] = {"runtime", "chat_template", "tokenizer"}
 LIBRARY["memory"] = set(LIBRARY) - {"checkpoint", "tokenizer", "tool_calls"}
 MAY_IMPORT = LIBRARY | {
     "generate": set(LIBRARY),
-    "server": {"cli", "generate", "runtime", "parallel", "offload", "tokenizer", "tool_calls"},
+    "server": {
+        *("host", "cli", "generate", "runtime", "parallel", "offload", "chat_template"),
+        *("tokenizer", "tool_calls"),
+    },
     "serve": {*LIBRARY, "generate", "server"},
     "convert_hf_checkpoint": {"cli", "models"},
     "quantize": {
@@ -56,7 +63,7 @@ MAY_IMPORT = LIBRARY | {
 # Single modules that may import less than their package.
 NARROWER = {
     ("formats", "checkpoint"): {"formats.quantizer"},  # writes checkpoints
-    ("formats", "cli"): {"formats.quantizer"},  # its threads
+    ("formats", "host"): {"formats.quantizer"},  # its threads
     ("models", "checkpoint"): {
         "models.converter",
         "models.pieces",
@@ -67,17 +74,13 @@ NARROWER = {
     ("models", "tokenizer"): {"models.converter", "models.tiktoken_file"},
     **{
         ("runtime", other): {"runtime.loading"}
-        | (
-            {"runtime.compile_ahead", "runtime.host_memory", "runtime.memory", "runtime.weights"}
-            if other == "cli"
-            else set()
-        )
         for other in ("cli", "checkpoint", "formats", "models", "gguf_files", "parallel", "tp")
     },
 }
 # Packages from outside of the standard library, for the units that may import few.
 THIRD_PARTY = {
-    "cli": {"triton"},
+    "host": {"triton"},
+    "cli": set(),
     "ops": {"torch", "triton"},
     "model": {"torch"},
     "formats": {"torch", "tqdm"},
@@ -96,7 +99,7 @@ INDUCTOR_PRIVATE = {"ops/inductor.py", "ops/inductor_tuning.py"}
 SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
-    "cli/before_imports.py": (
+    "host/before_imports.py": (
         {"triton.runtime.cache"},
         "a thread imports it while torch is imported; it may be missing",
     ),

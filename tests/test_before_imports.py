@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import before_imports, compile_helper
 from cli.command import command
+from host import before_imports, compile_helper
 from hub.manage import read_model_ahead
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 KEEP = """
 import argparse, json, subprocess, sys
 from pathlib import Path
-from cli.before_imports import keep_bytecode
+from host.before_imports import keep_bytecode
 
 keep_bytecode(argparse.Namespace(compile_cache=Path(sys.argv[1]) if sys.argv[1] else None))
 import torch

@@ -159,7 +159,7 @@ def test_a_dry_run_prints_three_lines_and_ends(module, monkeypatch, capsys):
     assert run_main(module, monkeypatch, "--dry_run", "--gpu", "rtx-4090") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.startswith("plan: ") for line in lines)
-    assert lines[0] == "plan: RTX 4090, 24.0 GB: the embedded model in bf16"
+    assert lines[0] == "plan: RTX 4090, 24 GB: the embedded model in bf16"
     assert "predicted from 1,008 GB/s, not measured" in lines[2]
 
 
@@ -254,7 +254,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(
     put_on_hub(hub, make_family("mixtral").hf_directory)
     argv = "--model", REPO, "--dry_run", "--gpu", "L4"
     assert run_main(generate, monkeypatch, *argv) == 0
-    assert f"L4, 24.0 GB: {REPO} in bf16" in capsys.readouterr().out
+    assert f"L4, 24 GB: {REPO} in bf16" in capsys.readouterr().out
     assert {name for _, name, _ in hub.requests} == {"api", "config.json"}
     assert not list(tmp_path.iterdir())
     assert run_main(generate, monkeypatch, "--model", f"{REPO}:int4", *argv[2:]) == 0

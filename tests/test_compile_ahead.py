@@ -7,7 +7,7 @@ import pytest
 import torch
 from without_gpu import run_without_gpu
 
-from cli import compile_helper
+from host import compile_helper
 from ops import inductor, launch
 from ops.gpu import KNOWN
 from ops.step import rows

@@ -14,9 +14,9 @@ import torch._inductor.exc
 
 import generate
 from cli.command import command
-from cli.compile_cache import use_compile_cache
 from cli.options import add_compile_cache
 from cli.parser import Parser
+from host.compile_cache import use_compile_cache
 from ops.inductor import CacheWarnings
 
 ROOT = Path(__file__).parents[1]

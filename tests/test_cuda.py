@@ -25,12 +25,12 @@ from benchmarks import gated_delta as delta_benchmark
 from benchmarks import latent_attention as latent_benchmark
 from benchmarks.cuda_timing import graph_seconds
 from checkpoint import Checkpoint, Writer
-from cli import upload_ahead
 from formats import FORMATS
 from formats.kv_cache import KV_CACHES, Int8KVCache
 from formats.packed import PackedExpertLinear
 from formats.quantizer import pack_weight, plan_format, quantize
 from generate import EMBEDDED, embedded_checkpoint, load_model
+from host import upload_ahead
 from model import ExpertLinear, Experts, KVCache, ModelArgs, swiglu, weighted_sum
 from models import ARCHITECTURES, args_of_checkpoint, build_model
 from models.glm4_moe import Glm4MoeArgs

@@ -23,8 +23,8 @@ import convert_hf_checkpoint
 import generate
 import quantize
 from checkpoint import Checkpoint
-from cli.folders import user_cache
-from cli.staging import recover
+from host.folders import user_cache
+from host.staging import recover
 from tokenizer import load_tokenizer
 
 fork = multiprocessing.get_context("fork")

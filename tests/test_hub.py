@@ -26,10 +26,10 @@ import serve
 from checkpoint import Checkpoint
 from cli import model_name
 from cli.model_name import ModelName, check_format, parse_model_name
-from cli.resumable import ResumableDirectory, partial_path
 from formats import FORMATS, PLAIN
 from formats.quantizer import plan_format
 from generate import EMBEDDED
+from host.resumable import ResumableDirectory, partial_path
 from hub import disk, shards
 from hub import prepare as script
 from hub.disk import stored_models
@@ -183,7 +183,7 @@ def test_other_names_are_refused(text, hub, monkeypatch, capsys):
 
 def test_the_options_import_no_torch():
     code = (
-        "import sys, cli.model_name, cli.resumable, hub.disk, hub.manage; "
+        "import sys, cli.model_name, host.resumable, hub.disk, hub.manage; "
         "sys.exit(sorted({'torch', 'huggingface_hub'} & set(sys.modules)) or 0)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -227,7 +227,7 @@ def test_the_disk_never_holds_the_whole_download(hub, source, folder, monkeypatc
     prepare(INT8, QUIET)
     assert len(held) == 4 and max(held) < total and max(held) <= peaks[0] < total
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "to download" in line and "to write as int8" in line and "GB are free" in line
+    assert "to download" in line and "to write as int8" in line and "are free" in line
 
 
 def test_a_kept_download_serves_other_formats(hub, source, folder, tmp_path):
@@ -567,7 +567,7 @@ def test_a_missing_tensor(hub, source, monkeypatch, capsys):
 def test_a_disk_that_is_too_small(hub, source, monkeypatch, capsys):
     monkeypatch.setattr(script, "free_space", lambda directory: 1000)
     fix = "free some space, or name another folder: MOE_FAST_CHECKPOINTS=DIR"
-    assert_refused(hub, monkeypatch, capsys, REPO, "of disk and 1e-06 GB are free", fix)
+    assert_refused(hub, monkeypatch, capsys, REPO, "of disk and 1 kB are free", fix)
 
 
 def test_a_disk_that_fills_up(hub, source, folder, tmp_path, monkeypatch, capsys):

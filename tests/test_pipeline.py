@@ -26,9 +26,9 @@ from checkpoint import (
     split_rows,
     tensor_order,
 )
-from cli import safetensors_output
-from cli.pipeline import ahead, in_threads
-from cli.safetensors_output import FileRange, make_header
+from host import safetensors_output
+from host.pipeline import ahead, in_threads
+from host.safetensors_output import FileRange, make_header
 from models.pieces import consecutive_sources
 from models.tensors import WHOLE, Recipe
 

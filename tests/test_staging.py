@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from cli.resumable import ResumableDirectory, partial_path, remove_partial
-from cli.staging import LOCK, StagedDirectory, recover, remove, remove_tree, take_lock
+from host.resumable import ResumableDirectory, partial_path, remove_partial
+from host.staging import LOCK, StagedDirectory, recover, remove, remove_tree, take_lock
 
 fork = multiprocessing.get_context("fork")
 
@@ -121,7 +121,7 @@ def test_an_interruption_after_the_renames_leaves_the_new(tmp_path, monkeypatch,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("cli.staging.shutil.rmtree", interrupted)
+        patched.setattr("host.staging.shutil.rmtree", interrupted)
         stage(tmp_path / "out", "new")  # returns: it would be wrong that nothing was written
     assert "the next run tries again" in caplog.text
     recover(tmp_path)

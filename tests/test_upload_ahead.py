@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from checkpoint import Checkpoint, Writer
-from cli import upload_ahead
-from cli.files import stamp
-from cli.upload_ahead import SPARE, Staging
+from host import upload_ahead
+from host.files import stamp
+from host.upload_ahead import SPARE, Staging
 from hub.manage import read_model_ahead
 from runtime import memory
 

@@ -17,7 +17,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from cli.files import check_regular, is_own_directory
+from host.files import check_regular, is_own_directory
 
 LOCK = ".moe_fast.lock"  # before the renames it also names the target and its backup
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(tmp|old)")

@@ -13,15 +13,15 @@ of it is necessary: a file that is not on the GPU is read as ever.
 import ctypes
 import json
 import os
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from cli.files import Stamp, stamp
+from host.files import Stamp, stamp
+from host.switches import switch_interval
 
 PIECE = 32 << 20  # bytes of a buffer; each piece needs Python's lock twice
 WORKERS = 8  # threads: 14 GB/s from the page cache of a machine with 16 cores
@@ -269,7 +269,7 @@ class Staging:
 
 current: list[Staging] = []  # at most one
 taken: dict[int, int] = {}  # address -> bytes, of blocks that are in use
-intervals: list[float] = []  # Python's own switch interval, while there is one
+interval = ExitStack()  # of Python's lock, while there is one
 
 
 def start(paths: Sequence[Path]) -> None:
@@ -279,8 +279,7 @@ def start(paths: Sequence[Path]) -> None:
     cores = os.cpu_count() or 1
     with suppress(OSError):
         current.append(Staging(Driver(), paths, max(1, min(WORKERS, cores // 2))))
-        intervals.append(sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH_SECONDS)
+        interval.enter_context(switch_interval(SWITCH_SECONDS))
 
 
 def take(key: Stamp, begin: int, size: int) -> tuple[Part, bool] | None:
@@ -306,5 +305,4 @@ def close() -> None:
     """Free what was not taken. From now on all reads are of files."""
     while current:
         current.pop().close()
-    while intervals:
-        sys.setswitchinterval(intervals.pop())
+    interval.close()

@@ -1,4 +1,4 @@
-"""The host's free memory. In cli, since it is needed before torch is imported, too."""
+"""The host's free memory."""
 
 from pathlib import Path
 

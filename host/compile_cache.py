@@ -8,7 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from cli.folders import user_cache
+from host.folders import user_cache
 
 log = logging.getLogger("moe_fast")
 # Inductor writes the path into a compiler's command line without quotes.

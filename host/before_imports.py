@@ -6,7 +6,7 @@
     load_libraries    load torch's libraries
     read_ahead        read a model's files into the page cache
 
-`cli.compile_helper.start_before_imports` starts another process. None of them is necessary: what
+`host.compile_helper.start_before_imports` starts another process. None of them is necessary: what
 they cannot do is done later, and fails there.
 """
 
@@ -21,9 +21,9 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from cli.compile_cache import own_folder, prepare
-from cli.compile_helper import may_have_gpu
-from cli.free_memory import free_host_memory
+from host.compile_cache import own_folder, prepare
+from host.compile_helper import may_have_gpu
+from host.free_memory import free_host_memory
 
 PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
 WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cli.folders import user_cache
+from host.folders import user_cache
 
 ROOT = Path(__file__).parents[1]
 NVIDIA = Path("/dev/nvidiactl")  # exists where there is an NVIDIA GPU
@@ -74,7 +74,7 @@ def stop() -> None:
 
 
 def triton_folder(compile_cache: Path | None) -> Path:
-    """Return where Triton keeps what it compiles: as of `cli.compile_cache.use_compile_cache`."""
+    """Return where Triton keeps what it compiles: as of `host.compile_cache.use_compile_cache`."""
     if compile_cache is not None:
         return compile_cache / "triton"
     own = Path.home() / ".triton/cache"

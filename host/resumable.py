@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.files import is_own_directory, is_own_file, read_regular
-from cli.staging import (
+from host.files import is_own_directory, is_own_file, read_regular
+from host.staging import (
     LOCK,
     StagedDirectory,
     flush_to_disk,

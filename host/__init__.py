@@ -1,0 +1,1 @@
+"""Files, folders, memory and processes of this machine. Imports no torch: it runs before that."""
