@@ -31,7 +31,18 @@ FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 REASONING_KEYS = "reasoning_content", "reasoning", "thinking"
 # Markers of reasoning blocks that templates remove from an assistant's earlier messages.
 REASONING_MARKERS = ("<think>", "</think>"), ("<|channel>", "<channel|>")
+# Escapes of JSON, the halves of a surrogate pair among them. The group: one without the other.
+HIGH, LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+ESCAPES = re.compile(rf"{HIGH}{LOW}|({HIGH}|{LOW})|\\.")
 ASKS_FOR_NONE = re.compile(r"""(?<!\w)content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+
+
+def whole_characters(text: str) -> str:
+    """Return JSON text with U+FFFD in place of each escaped half of a surrogate pair.
+
+    Programs that cut a text by UTF-16's units, and models, write such halves; UTF-8 has none.
+    """
+    return ESCAPES.sub(lambda match: r"\ufffd" if match[1] else match[0], text)
 
 
 class CallArguments(dict):
@@ -204,12 +215,12 @@ def with_arguments(call: dict) -> dict:
         return call
     given = function.get("arguments")
     try:
-        members = json.loads(given) if isinstance(given, str) else given
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        members = json.loads(text := whole_characters(text))
     except (ValueError, RecursionError):
-        members = None
+        return call
     if not isinstance(members, dict):
         return call
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return call | {"function": function | {"arguments": CallArguments(members, text)}}
 
 

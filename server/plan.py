@@ -1,12 +1,13 @@
 """Plans the answers that the decoder generates for a request."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from chat_template import whole_characters
 from runtime.sampling import Sampling
 from server.calls import CallSettings
 from server.constraints import FieldError
@@ -67,6 +68,10 @@ def parse_body(model: type[BodyType], body: bytes) -> BodyType:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
+        with suppress(UnicodeDecodeError):
+            whole = whole_characters(text := body.decode())
+            if whole != text:
+                return parse_body(model, whole.encode())
         raise APIError(error_message(error, model), param=error_field(error)) from None
 
 

@@ -175,6 +175,15 @@ def test_arguments_are_an_object_and_its_text(expression, want, given):
     assert message["tool_calls"] == [call(given)]  # the caller's message is unchanged
 
 
+def test_half_of_a_surrogate_pair_becomes_a_character():
+    """Its escape is legal JSON, but no text in UTF-8."""
+    given = r'{"a": "\ud83d \ud83d\ude00 \ude00\ud83d \\ud83d"}'
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ a.a }}|{{ a }}"
+    whole = r'{"a": "\ufffd \ud83d\ude00 \ufffd\ufffd \\ud83d"}'
+    found = render(source, {"role": "assistant", "tool_calls": [call(given)]})
+    assert found == "\ufffd \U0001f600 \ufffd\ufffd \\ud83d|" + whole
+
+
 @pytest.mark.parametrize("given", ["", "no JSON", "[1]", "5", '{"a": 1', None, [1], "[" * 9999])
 def test_arguments_that_are_no_object_stay(given):
     source = "{{ messages[0].tool_calls[0].function.arguments }}"

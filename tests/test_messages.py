@@ -188,6 +188,8 @@ ANSWERS = {
               ["thinking", "text", "tool_use", "tool_use"]),
     "no arguments": ('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', "tool_use",
                      ["tool_use"]),
+    "halves of a pair": ('<tool_call>{"name": "weather", "arguments": {"\\udd00": "a"}}'
+                         "</tool_call>", "tool_use", ["tool_use"]),
     "empty": ("", "end_turn", []),
 }  # fmt: skip
 
@@ -204,7 +206,8 @@ def test_a_stream_adds_up_to_the_whole_message(server, ask, name):
     assert whole["stop_reason"] == reason
     for block in whole["content"]:
         if block["type"] == "tool_use":
-            expected = {} if name == "no arguments" else {"city": "Rom"}
+            given = {"no arguments": {}, "halves of a pair": {"\ufffd": "a"}}
+            expected = given.get(name, {"city": "Rom"})
             assert (block["name"], block["input"]) == ("weather", expected) and block["id"]
         if block["type"] == "thinking":
             assert block["thinking"] == "Hm." and block["signature"]

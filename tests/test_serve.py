@@ -47,6 +47,7 @@ from server.streams import EventQueue, Mailbox, stream_chunks
 ROOT = Path(__file__).parents[1]
 PROMPT = "def read_lines(path):\n"
 LENGTH = 256
+JSON = {"Content-Type": "application/json"}
 LIMITS = Limits(LENGTH, 4096)
 ALONE = "--max_batch", "1"
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -777,7 +778,6 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
         ({"prompt": ""}, "there is no prompt"),
         ({"prompt": ["a"] * 65}, "65 prompts in one request: send up to 64"),
         ({"prompt": [5, -1]}, "token ids must be"),
-        ({"prompt": "\ud800"}, "not valid Unicode"),
         ({"logprobs": 21}, "from 0 to 20"),
         ({"frequency_penalty": 2.5}, "frequency_penalty 2.5: it must be from -2 to 2"),
         ({"presence_penalty": 2.5}, "presence_penalty 2.5: it must be from -2 to 2"),
@@ -801,10 +801,7 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
     ),
 )
 def test_a_bad_request_is_refused_in_one_line(running, change, message):
-    found = running.post(
-        content=json.dumps({"prompt": PROMPT, **change}),
-        headers={"Content-Type": "application/json"},
-    )
+    found = running.post(content=json.dumps({"prompt": PROMPT, **change}), headers=JSON)
     assert found.status_code == 400
     error = found.json()["error"]
     assert (
@@ -815,11 +812,21 @@ def test_a_bad_request_is_refused_in_one_line(running, change, message):
     assert error["type"] == "invalid_request_error"
 
 
+def test_half_of_a_surrogate_pair_becomes_a_character(running):
+    """Programs that cut a text by UTF-16's units send it, as an escape, which is legal JSON."""
+    cut, whole = (
+        running.post(content=json.dumps({"prompt": text, "temperature": 0}), headers=JSON).json()
+        for text in ("def \ud83d(\U0001f600):", "def \ufffd(\U0001f600):")
+    )
+    assert cut["choices"] == whole["choices"]
+    assert cut["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+
+
 @pytest.mark.parametrize(
     "body", (b"", b"{", b"[]", b"\xff", b"[" * 50_000, b'{"prompt": 1' + b"0" * 5000 + b"}")
 )
 def test_a_body_that_is_no_object_is_refused(running, body):
-    found = running.post(content=body, headers={"Content-Type": "application/json"})
+    found = running.post(content=body, headers=JSON)
     assert found.status_code == 400 and found.json()["error"]["message"].startswith("the body")
 
 
@@ -1111,7 +1118,7 @@ def test_no_body_stops_the_server(running, path, fields, noise, raw):
     if path != "responses":
         required["max_tokens"] = 2
     body = noise if raw else json.dumps(required | fields).encode()
-    found = running.post(path, content=body, headers={"Content-Type": "application/json"})
+    found = running.post(path, content=body, headers=JSON)
     assert found.status_code in (200, 400)
     if found.status_code == 400:
         body = found.json()

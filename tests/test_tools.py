@@ -620,7 +620,20 @@ def test_a_control_token_that_begins_no_call_is_its_own_text(format, answer):
 
 PIECES = [
     *"{}[](),:=\"'<>\\é\0",
-    *("</", "\\u12", "-0.5", "1e999", "NaN", "True", "weather", "now", "city", '"name": "now", '),
+    *(
+        "</",
+        "\\u12",
+        "\\ud83d",
+        "\\ude00",
+        "-0.5",
+        "1e999",
+        "NaN",
+        "True",
+        "weather",
+        "now",
+        "city",
+        '"name": "now", ',
+    ),
     *('{"name": "now"}', "call:", "call:weather{", "to=functions.weather", "```json", "<function="),
     *("<parameter=city>", "</parameter>", "<function=now>", "</function>", "http://a/b?c=1,2"),
     *('<parameter name="city">', '<invoke name="now">', "</invoke>", "now(", "city='", "days=3, "),
@@ -650,6 +663,7 @@ def test_no_answer_raises_or_leaks_and_every_cut_gives_the_same():
             assert text == answer.replace(MARK, "")
         for _, arguments in () if is_cut else calls:
             assert parse_json(arguments) is not None, answer
+            assert str(parse_json(arguments)).encode(), answer  # no half of a surrogate pair
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from chat_template import HIGH, LOW
+
 BRACKETS = {"{": "}", "[": "]"}
 SPACE = re.compile(r"\s*")
+# Two escapes are one character: a high and a low surrogate.
+BEGUN_LOW = r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z"
+UNICODE = rf"(?!{HIGH})\\u[0-9a-fA-F]{{4}}|{HIGH}(?:{LOW}|(?!{BEGUN_LOW}))"
 # A piece of a text that is valid JSON. "<" and U+FDD1 may begin a closing tag.
-PLAIN = re.compile(r'(?:[^"\\<\ufdd1\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
-BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+PLAIN = re.compile(rf'(?:[^"\\<\ufdd1\x00-\x1f]++|\\["\\/bfnrt]|{UNICODE})+')
+BEGUN_ESCAPE = re.compile(rf"\\(?:u[0-9a-fA-F]{{0,3}})?\Z|{HIGH}{BEGUN_LOW}")
 ATOM = re.compile(r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[\s,}\]])")
 BEGUN_ATOM = re.compile(r"[\w.+-]{1,400}\Z")
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")

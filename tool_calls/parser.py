@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from chat_template import whole_characters
 from runtime.reasoning import held_prefix
 from tokenizer import Tokenizer
 from tool_calls.arguments import Schema, typed_value
@@ -269,7 +270,7 @@ class CallParser:
 
     def add_arguments(self, text: str) -> None:
         if text := text.replace(MARK, ""):
-            self.pieces.append(CallPiece(self.calls - 1, text))
+            self.pieces.append(CallPiece(self.calls - 1, whole_characters(text)))
 
     def add_argument(self, key: str, text: str) -> None:
         """Add one argument, whose value is text: another type if the schema accepts no text."""
