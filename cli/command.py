@@ -188,7 +188,7 @@ def describe_out_of_memory(error: BaseException) -> str:
 def termination_raises() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored.
 
-    SIGINT raises KeyboardInterrupt again, if `cli.startup` had it end the process.
+    SIGINT raises KeyboardInterrupt again, if `end_at_ctrl_c` had it end the process.
     """
 
     def terminate(number, frame):
@@ -212,11 +212,14 @@ def termination_raises() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def end_at_once(number: int, frame) -> None:
-    """End the process, one line on stderr: a signal handler for the time of slow imports.
+def end_at_ctrl_c() -> None:
+    """From here to main(), let Ctrl-C end the process: inside an import it prints a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)  # `termination_raises` restores it
 
-    A KeyboardInterrupt inside an import would print a traceback.
-    """
+
+def end_at_once(number: int, frame) -> None:
+    """End the process, one line on stderr: a signal handler."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED + number)

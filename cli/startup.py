@@ -18,11 +18,10 @@ import argparse
 import gc
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Callable
 
-from cli.command import command, end_at_once
+from cli.command import command, end_at_ctrl_c
 from cli.parser import Parser
 
 Check = Callable[[argparse.Namespace], None]
@@ -47,9 +46,8 @@ def check_arguments(build_parser: Callable[[], Parser], *checks: Check) -> None:
 
     if code := check():
         sys.exit(code)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_at_once)  # `cli.command.command` restores it
-    gc.disable()  # so does it this
+    end_at_ctrl_c()
+    gc.disable()  # `cli.command.command` enables it
 
 
 def require_extra(reason: str, extra: str, *packages: str) -> None:

@@ -120,18 +120,22 @@ def test_a_missing_package_is_found_before_torch_is_imported(line, package, mess
     assert "torch" not in re.findall(r"\| +(\w+)$", found.stderr, re.MULTILINE)
 
 
-def test_ctrl_c_during_the_imports_is_one_line():
-    """A torch that takes long to import stands in for the real one."""
+@pytest.mark.parametrize(
+    ("script", "name"),
+    (("generate.py", "torch"), ("generate.py", "cli.chat"), ("serve.py", "cli.serve_options")),
+)
+def test_ctrl_c_during_the_imports_is_one_line(script, name):
+    """A module that takes long to import stands in for the real one."""
     code = (
         "import runpy, sys, time, types, importlib.abc\n"
         "class Slow(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == 'torch':\n"
+        "    def find_spec(self, found, *rest):\n"
+        f"        if found == {name!r}:\n"
         "            print('importing', flush=True)\n"
         "            time.sleep(60)\n"
         "sys.meta_path.insert(0, Slow())\n"
-        "sys.argv = ['generate.py', '--prompt', 'x']\n"
-        "runpy.run_path('generate.py', run_name='__main__')\n"
+        f"sys.argv = [{script!r}]\n"
+        f"runpy.run_path({script!r}, run_name='__main__')\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
