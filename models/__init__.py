@@ -86,8 +86,13 @@ def family_of_config(config: dict) -> Family:
         known_type = model_type in (None, family.name)
         if known_type and (names == [name] or (not names and model_type)):
             return family
-    what = f"architectures = {names!r} with model_type = {model_type!r}"
-    raise ValueError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}")
+    what = f"architectures = {names!r:.60} with model_type = {model_type!r:.30}"
+    raise ValueError(f"config.json: {what} is not supported; {known_families()}")
+
+
+def known_families() -> str:
+    """Return what an error says about names of families. It is short enough for one line."""
+    return f"supported are {', '.join({family.name: None for family in FAMILIES.values()})}"
 
 
 def family_of_gguf(values: Values) -> Family:
@@ -111,8 +116,7 @@ def family_named(name: str) -> Family:
     for family in FAMILIES.values():
         if family.name == base:
             return family if name == base else head_family(family)
-    known = ", ".join(family.name for family in FAMILIES.values())
-    raise ValueError(f"family {name!r} is not supported; supported are {known}")
+    raise ValueError(f"family {name!r:.60} is not supported; {known_families()}")
 
 
 def head_args(args: ModelArgs) -> ModelArgs:
