@@ -254,6 +254,10 @@ class JsonVocabulary:
     """
 
     def __init__(self, data: bytes):
+        at = data.find(b'"continuing_subword_prefix"')
+        if at >= 0 and re.match(rb'"\w+"\s*:\s*"[^"]', data[at : at + 99]):
+            # The library cuts it off tokens, amid characters, and may then abort the process.
+            raise ValueError("its tokens have a continuing_subword_prefix")
         self.library = tokenizers.Tokenizer.from_str(data.decode())
         self.library.no_truncation()  # some checkpoints carry their training's settings
         self.library.no_padding()

@@ -3,10 +3,12 @@
 import json
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import sentencepiece
-from conftest import any_json
+from conftest import ROOT, any_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -891,10 +893,15 @@ def test_a_decoder_of_another_kind_is_refused_by_name(llama_dir, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_file_that_makes_the_library_panic(tmp_path):
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-    write(tmp_path, "tokenizer.json", {"model": model | {"continuing_subword_prefix": "####"}})
-    assert not check(tmp_path)
+def test_a_file_that_would_make_the_library_abort(tmp_path):
+    """In a process of its own: an abort would end this one."""
+    tokens = (*"\u0120a", "\u00e9", "\u0120\u00e9", "a\u00e9")
+    model = {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}}
+    model |= {"merges": [["\u0120", "\u00e9"], ["a", "\u00e9"]], "continuing_subword_prefix": "x"}
+    write(tmp_path, "tokenizer.json", {"model": model})
+    code = f"from tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and "continuing_subword_prefix); download it again" in found.stderr
 
 
 def test_word_level_and_metaspace(tmp_path):
