@@ -200,15 +200,23 @@ def blocks_text(content: Any) -> str:
 
 
 def block_text(block: Any) -> str:
-    """Return the text of a block. Raises ValueError if it has none."""
-    source = block.get("source") if isinstance(block, dict) else None
-    if isinstance(source, dict) and (block.get("type"), source.get("type")) == ("document", "text"):
-        block = {"type": "text", "text": source.get("data")}
-    try:
-        return part_text(block)
-    except ValueError as error:
-        is_general = str(error) == FIELD_MESSAGES["messages"]
-        raise ValueError(WRONG_MESSAGES if is_general else str(error)) from None
+    """Return the text of a block, under its title if it has one. Raises ValueError without text."""
+    match block:
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            pass
+        case {"type": "document", "source": {"type": "content", "content": content}} | {
+            "type": "search_result",
+            "content": content,
+        }:
+            text = blocks_text(content)
+        case _:
+            try:
+                return part_text(block)
+            except ValueError as error:
+                is_general = str(error) == FIELD_MESSAGES["messages"]
+                raise ValueError(WRONG_MESSAGES if is_general else str(error)) from None
+    title = block.get("title")
+    return f"{title}\n{text}" if isinstance(title, str) else text
 
 
 def assistant_message(blocks: list) -> Item:

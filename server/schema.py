@@ -136,7 +136,9 @@ def part_text(part: Any) -> str:
             raise ValueError(f"messages: {plural} are not supported: send text only")
     text = part.get("refusal" if kind == "refusal" else "text") if kind else None
     if not isinstance(text, str):
-        raise ValueError(FIELD_MESSAGES["messages"])
+        is_known = kind in ("", "refusal") or kind.endswith("text")
+        what = f"messages: {kind!r:.40} is not supported: send text only"
+        raise ValueError(FIELD_MESSAGES["messages"] if is_known else what)
     return text
 
 

@@ -334,6 +334,16 @@ def test_blocks_of_anthropics_servers_are_left_out_of_a_history(tokenizer):
     assert ids[0] == ids[1]
 
 
+def test_documents_and_search_results_are_texts(server, ask):
+    server.answer = lambda prompt: "Yes."
+    content = [text("One."), text("Two.")]
+    whole = {"type": "document", "title": "A", "source": {"type": "text", "data": "All."}}
+    parts = {"type": "document", "source": {"type": "content", "content": content}}
+    result = {"type": "search_result", "title": "B", "source": "http://b", "content": content}
+    assert ask(**user(whole, parts, result)).status_code == 200
+    assert "A\nAll.\n\nOne.\n\nTwo.\n\nB\nOne.\n\nTwo." in server.prompts[-1]
+
+
 def test_messages_of_a_role_that_follow_each_other_are_one(server, ask):
     call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rom"}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
@@ -384,8 +394,10 @@ def user(*blocks) -> dict:
         (user({**RESULT, "content": [IMAGE]}), "images are not supported"),
         (user(PDF), "files are not supported"),
         (user({"type": "text"}), "messages: it must be a list"),
-        (user({"type": ["text"]}), "messages: it must be a list"),
-        ({"messages": [{"role": "assistant", "content": [{"type": {}}]}]}, "must be a list"),
+        (user({"type": ["text"]}), "messages: \"['text']\" is not supported"),
+        (user({"type": "tool_reference", "tool_name": "x"}), "'tool_reference' is not supported"),
+        (user({"type": "search_result", "content": [IMAGE]}), "images are not supported"),
+        ({"messages": [{"role": "assistant", "content": [{"type": {}}]}]}, "'{}' is not supported"),
         (user(None), "messages: it must be a list"),
         ({"messages": []}, "messages: it must be a list"),
         ({"messages": "x"}, "messages: it must be a list"),
