@@ -408,6 +408,7 @@ def check_trace(path: Path) -> None:
             stream.seek(max(0, path.stat().st_size - 16))
             end = stream.read().rstrip()
     if not end.endswith(b"}"):
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # the profiler leaves it behind
         raise ValueError(f"--profile {path}: it could not be written; free some space")
 
 

@@ -76,7 +76,9 @@ def test_a_part_of_a_trace_is_refused(tmp_path):
     check_trace(trace)
     for text in ("", '{"a": [\n', '{"a": [{"b": 1},'):
         trace.write_text(text)
+        (tmp_path / "x.json.tmp").write_text(text)
         with pytest.raises(ValueError, match=r"--profile .*x\.json: it could not be written"):
             check_trace(trace)
+        assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     with pytest.raises(ValueError):
         check_trace(tmp_path / "none")
