@@ -31,10 +31,9 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int) -> dict[str, byt
 
     Raises ValueError for a kind of tokenizer that is not supported, and for values that make none.
     """
-    kind, tokens = values.get(f"{KEY}model"), values.get(f"{KEY}tokens")
-    if not isinstance(tokens, list) or not tokens or len(tokens) > vocab_size:
-        count = len(tokens) if isinstance(tokens, list) else "no"
-        raise ValueError(f"it has {count} tokens for {vocab_size} rows of the embedding")
+    kind, tokens = name_of(values, "model"), texts(values, "tokens")
+    if not tokens or len(tokens) > vocab_size:
+        raise ValueError(f"it has {len(tokens)} tokens for {vocab_size} rows of the embedding")
     types = whole_numbers(values, "token_type", len(tokens))
     if kind == "llama":
         files = {"tokenizer.model": sentencepiece_model(values, tokens, types)}
@@ -60,14 +59,28 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int) -> dict[str, byt
     return files
 
 
+def name_of(values: Mapping[str, Any], key: str, default: str = "") -> str:
+    """Return a name; of a value that is no text, what no name is."""
+    found = values.get(KEY + key, default)
+    return found if isinstance(found, str) else repr(found)
+
+
+def texts(values: Mapping[str, Any], key: str) -> list[str]:
+    """Return an array of texts. Raises ValueError for one of other values, and without any."""
+    found = values.get(KEY + key)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"it lacks {KEY}{key}, an array of texts")
+    return found
+
+
 def whole_numbers(values: Mapping[str, Any], key: str, count: int) -> list[int]:
     """Return an array with a number for each token; ones if the file has none."""
     found = values.get(KEY + key)
     if found is None:
         return [1] * count
-    if not hasattr(found, "tolist") or len(found) != count:
-        raise ValueError(f"its {KEY}{key} is not one number for each of {count} tokens")
-    return [int(number) for number in found.tolist()]
+    if not hasattr(found, "dtype") or found.dtype.kind not in "iu" or len(found) != count:
+        raise ValueError(f"its {KEY}{key} is not a whole number for each of {count} tokens")
+    return found.tolist()
 
 
 def token_id(values: Mapping[str, Any], name: str, count: int) -> int | None:
@@ -109,12 +122,9 @@ def added_tokens(tokens: list[str], types: list[int]) -> list[dict]:
 
 def bpe(values: Mapping[str, Any], tokens: list[str], types: list[int], **options) -> dict:
     """Return tokenizer.json's model."""
-    merges = values.get(f"{KEY}merges")
-    if not isinstance(merges, list):
-        raise ValueError(f"it lacks {KEY}merges")
     vocab = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
     plain = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    pairs = [merge.split(" ", 1) for merge in merges]
+    pairs = [merge.split(" ", 1) for merge in texts(values, "merges")]
     for pair in pairs:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
             what = f"{' '.join(pair)!r:.60}, of which it has no tokens"
@@ -124,7 +134,7 @@ def bpe(values: Mapping[str, Any], tokens: list[str], types: list[int], **option
 
 def byte_level(values: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[dict, bool]:
     """Return tokenizer.json of byte-level BPE, and whether texts begin with BOS by default."""
-    name = values.get(f"{KEY}pre", "default")
+    name = name_of(values, "pre", "default")
     if name not in KNOWN:
         known = ", ".join(KNOWN)
         raise ValueError(f"its {KEY}pre = {name!r:.60} is not supported; supported are {known}")
@@ -171,10 +181,10 @@ def sentencepiece_model(
     It has those of the trainer's settings that encoding reads: BPE, ids, whether there are bytes.
     """
     scores = values.get(f"{KEY}scores")
-    if not hasattr(scores, "tolist") or len(scores) != len(tokens):
+    if not hasattr(scores, "dtype") or len(scores) != len(tokens):
         raise ValueError(f"its {KEY}scores are not one for each of {len(tokens)} tokens")
     pieces = b"".join(
-        field(1, field(1, token.encode()) + field(2, score) + field(3, kind))
+        field(1, field(1, token.encode()) + field(2, float(score)) + field(3, kind))
         for token, score, kind in zip(tokens, scores.tolist(), types, strict=True)
     )
     ids = {40: "unknown", 41: "bos", 42: "eos", 43: "padding"}
@@ -184,7 +194,8 @@ def sentencepiece_model(
         trainer += field(number, -1 if id is None else id)
     normalizer = field(1, b"identity")
     for number, name, default in ((3, "add_space_prefix", 1), (4, "remove_extra_whitespaces", 0)):
-        normalizer += field(number, int(values.get(KEY + name, default)))
+        given = values.get(KEY + name)
+        normalizer += field(number, int(given) if type(given) in (bool, int) else default)
     return pieces + field(2, trainer) + field(3, normalizer + field(5, 1))
 
 

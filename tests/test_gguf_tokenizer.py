@@ -265,12 +265,18 @@ def sentencepiece_defined(library) -> set[int]:
     [
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
         ({"tokenizer.ggml.pre": "odd"}, "pre = 'odd' is not supported"),
-        ({"tokenizer.ggml.tokens": None}, "no tokens for 3 rows"),
+        ({"tokenizer.ggml.tokens": None}, "lacks tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": []}, "0 tokens for 3 rows"),
+        ({"tokenizer.ggml.tokens": [["a"], ["b"]]}, "tokenizer.ggml.tokens, an array of texts"),
+        ({"tokenizer.ggml.merges": [["a"]]}, "tokenizer.ggml.merges, an array of texts"),
+        ({"tokenizer.ggml.pre": as_array([1, 2])}, "pre = 'array.*is not supported"),
+        ({"tokenizer.ggml.model": as_array([1, 2])}, "tokenizer 'array.*is not supported"),
+        ({"tokenizer.ggml.token_type": np.full(2, np.inf)}, "not a whole number for each of 2"),
         ({"tokenizer.ggml.tokens": ["a"] * 9}, "9 tokens for 3 rows"),
         ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["ab"]}, "merges have 'ab', of which it has no tokens"),
         ({"tokenizer.ggml.merges": ["a b"]}, "merges have 'a b', of which it has no tokens"),
-        ({"tokenizer.ggml.token_type": as_array([1])}, "not one number for each of 2"),
+        ({"tokenizer.ggml.token_type": as_array([1])}, "not a whole number for each of 2"),
         ({"tokenizer.ggml.model": "llama"}, "scores are not one for each"),
     ],
 )
@@ -283,6 +289,25 @@ def test_what_makes_no_tokenizer_is_refused_by_name(change, why):
     }
     with pytest.raises(ValueError, match=why):
         tokenizer_files(values | change, 3)
+
+
+@pytest.mark.parametrize("kind", ("gpt2", "gemma4", "llama"))
+def test_a_value_of_another_type_is_one_line(kind):
+    tokens = ["<unk>", "a", "b", "ab"]
+    numbers = {"scores": np.zeros(4, np.float32), "token_type": as_array([2, 1, 1, 1])}
+    values = {"model": kind, "pre": "qwen2", "tokens": tokens, "merges": ["a b"], **numbers}
+    values |= dict.fromkeys(("bos_token_id", "unknown_token_id"), 0)
+    values |= dict.fromkeys(("add_bos_token", "add_space_prefix"), True)
+    values = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    assert tokenizer_files(values, 4)
+    for key, value in values.items():
+        count = len(value) if hasattr(value, "__len__") else 2
+        for other in (True, -1, 1.5, float("inf"), "x", [], ["x"], [["x"]] * count):
+            for odd in (other, np.full(count, np.inf), np.full(count, 9), np.full(count, True)):
+                try:
+                    tokenizer_files(values | {key: odd}, 4)
+                except ValueError as error:
+                    assert "\n" not in str(error) and len(str(error)) < 300
 
 
 def test_token_types_are_those_of_gguf():
