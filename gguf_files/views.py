@@ -82,7 +82,7 @@ class Views:
         shapes = [self.file.tensors[theirs].shape for theirs in made.names]
         try:
             shape = made_shape(made, shapes, part)
-        except RuntimeError:
+        except (RuntimeError, IndexError):  # another number of elements, or of axes
             what = f"{' and '.join(made.names)} cannot have the shape {list(shapes[0])}"
             raise ValueError(f"{self.path}: {what}; fetch it again") from None
         self.views[name] = View(made, shape, part)
@@ -244,7 +244,10 @@ def rows_in(shape: tuple[int, ...]) -> int:
 
 
 def made_shape(made: Made, shapes: list[tuple[int, ...]], part: slice | None) -> tuple[int, ...]:
-    """Return the shape of a tensor made of tensors of these shapes. Raises RuntimeError."""
+    """Return the shape of a tensor made of tensors of these shapes.
+
+    Raises RuntimeError, or IndexError.
+    """
     empty = [torch.empty(shape, device="meta") for shape in shapes]
     if made.rows and len(shapes) > 1:
         empty = [torch.cat([t.flatten(0, -2) for t in empty])]

@@ -127,7 +127,7 @@ class Values:
     ):
         self.values, self.shapes, self.read = values, shapes, read
         self.read_names: set[str] = set()
-        self.architecture = values.get("general.architecture")
+        self.architecture = str(values.get("general.architecture"))  # a file may have an array
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the architecture's value of this name."""

@@ -1,7 +1,9 @@
 """Odd but legal GGUF files: other types of values, orders, alignments, keys that are missing."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -115,6 +117,23 @@ def test_arrays_beyond_the_file_or_too_deep_are_one_line(tmp_path):
         assert "arrays, beyond the file" in refusal(path)
 
 
+@pytest.mark.parametrize("family", ("qwen3_next", "deepseek_v2"))
+def test_a_tensor_of_one_axis_is_refused_by_its_shape(family, tmp_path):
+    """Each of the first layers', whatever is made of it."""
+    source = write_gguf(tmp_path / "a.gguf", small_peer(family))
+    tensors = gguf.GGUFReader(source).tensors
+    names = {re.sub(r"blk\.\d+", "blk", t.name): t.name for t in tensors if len(t.shape) > 1}
+
+    def flat(tensor, name: str):
+        data = tensor.data.reshape(-1) if tensor.name == name else tensor.data
+        return SimpleNamespace(name=tensor.name, data=data, tensor_type=tensor.tensor_type)
+
+    for name in names.values():
+        changed = [flat(tensor, name) for tensor in tensors]
+        found = refusal(rewrite(source, tmp_path / "b.gguf", order=lambda _, c=changed: c))
+        assert "shape" in found or name.endswith("ffn_gate_inp_shexp.weight"), name
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -122,6 +141,7 @@ def test_arrays_beyond_the_file_or_too_deep_are_one_line(tmp_path):
         (without("context_length"), "its header lacks qwen3moe.context_length"),
         (without("layer_norm_rms_epsilon"), "lacks qwen3moe.attention.layer_norm_rms_epsilon"),
         (with_values(rope__scaling__type="ntk"), "ntk"),
+        (lambda v: v | {"general.architecture": [1, 2]}, "the architecture '[1 2]' is not"),
     ],
 )
 def test_what_cannot_be_run_is_named(change, message, plain, tmp_path):
