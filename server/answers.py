@@ -180,18 +180,17 @@ class ResponseBuilder:
         """Return the choice with a whole answer."""
         reader, result = self.readers[event.index], event.result
         text, reasoning, calls = join_pieces(reader.whole(result))
-        text = self.echo(event.index) + text
         reason = reader.finish_reason(result["finish_reason"])
-        choice = self.choice(text, event.tokens, reason, event.index)
-        if self.body.chat:
-            del choice["text"]
-            content = None if calls and not text else text
-            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
-            if reasoning:
-                choice["message"]["reasoning_content"] = reasoning
-            if calls:
-                choice["message"]["tool_calls"] = calls
-        return choice
+        if not self.body.chat:
+            text = self.echo(event.index) + text
+            return self.choice(event.tokens, reason, event.index, text=text)
+        content = None if calls and not text else text
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return self.choice(event.tokens, reason, event.index, message=message)
 
     def start(self) -> Iterator[bytes]:
         """Yield what a stream begins with."""
@@ -200,7 +199,7 @@ class ResponseBuilder:
                 delta = {"role": "assistant", "content": ""}
                 yield self.event([{"index": index, "delta": delta, "finish_reason": None}])
             elif text := self.echo(index):
-                yield self.event([self.choice(text, [], None, index)])
+                yield self.event([self.choice([], None, index, text=text)])
 
     def echo(self, index: int) -> str:
         """Return the prompt that a completion's text begins with, if the request asks for it."""
@@ -225,11 +224,8 @@ class ResponseBuilder:
             yield self.piece_chunk(piece, event.index)
         reason = reader.finish_reason(event.result["finish_reason"])
         tokens = self.take_tokens(event.index) + event.tokens
-        choice = self.choice("", tokens, reason, event.index)
-        if self.body.chat:
-            del choice["text"]
-            choice["delta"] = {}
-        yield self.event([choice])
+        empty: dict[str, Any] = {"delta": {}} if self.body.chat else {"text": ""}
+        yield self.event([self.choice(tokens, reason, event.index, **empty)])
         self.ended.append(event)
         if len(self.ended) == len(self.request.generations):
             if self.body.stream_options.include_usage:
@@ -242,22 +238,19 @@ class ResponseBuilder:
 
     def piece_chunk(self, piece: Piece, index: int) -> bytes:
         """Return a chunk of a streamed chat with tools."""
-        choice = self.choice("", self.take_tokens(index), None, index)
-        del choice["text"]
-        choice["delta"] = piece_delta(piece)
-        return self.event([choice])
+        delta = piece_delta(piece)
+        return self.event([self.choice(self.take_tokens(index), None, index, delta=delta)])
 
     def take_tokens(self, index: int) -> list[GeneratedToken]:
         return self.tokens.pop(index, [])
 
     def chunk(self, event: TextDelta) -> bytes:
         """Return the chunk of a stream with new text."""
-        choice = self.choice(event.text, event.tokens, None, event.index)
+        new: dict[str, Any] = {"text": event.text}
         if self.body.chat:
-            del choice["text"]
-            key = "reasoning_content" if event.is_reasoning else "content"
-            choice["delta"] = {key: event.text} if event.text else {}
-        return self.event([choice])
+            piece = TextPiece(event.text, event.is_reasoning)
+            new = {"delta": piece_delta(piece) if event.text else {}}
+        return self.event([self.choice(event.tokens, None, event.index, **new)])
 
     def event(self, choices: list[dict], usage: dict | None = None) -> bytes:
         """Return a chunk as a server-sent event."""
@@ -268,10 +261,10 @@ class ResponseBuilder:
         return server_sent_event(chunk)
 
     def choice(
-        self, text: str, tokens: list[GeneratedToken], finish_reason: str | None, index: int
+        self, tokens: list[GeneratedToken], finish_reason: str | None, index: int, **content: Any
     ) -> dict:
-        """Return a choice of a text completion. Chats move its `text` to another field."""
-        choice = {"index": index, "finish_reason": finish_reason, "logprobs": None, "text": text}
+        """Return a choice. content: its `text`, or a chat's `message` or `delta`."""
+        choice = {"index": index, "finish_reason": finish_reason, "logprobs": None, **content}
         if self.body.logprob_count() is not None:
             choice["logprobs"] = self.logprobs(tokens)
         if self.body.routing:
