@@ -16,7 +16,7 @@ from cli.conversation import (
     named_file,
     save_messages,
 )
-from cli.report import format_statistics, format_turn
+from cli.report import counted, format_statistics, format_turn
 from cli.terminal import ctrl_c_flag, edit_text, read_messages
 
 HELP = '''\
@@ -168,7 +168,7 @@ class Chat:
 
     def do_load(self, messages: list[dict]) -> None:
         self.conversation.load(messages)
-        self.say(f"{len(messages)} messages")
+        self.say(counted(len(messages), "message"))
         self.ask_results()
 
     def do_tools(self, tools: list[dict]) -> None:
@@ -207,7 +207,8 @@ class Chat:
         except ValueError as error:
             self.say(f"error: {error}")
         else:
-            self.say(f"{len(self.conversation.messages)} messages written to {path}")
+            count = counted(len(self.conversation.messages), "message")
+            self.say(f"{count} written to {path}")
 
     def answer_again(self, text: str | None) -> bool:
         """Answer the last message, or a text in its place; return whether there is an answer."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def named_file(name: str) -> Path:
 def read_json(path: Path, fix: str) -> object:
     """Return the JSON of a file. Raises ValueError with the fix for other files.
 
-    A device or a FIFO might never end.
+    A device or a FIFO might never end. Halves of surrogate pairs become U+FFFD: UTF-8 has none.
     """
     try:
         if path.exists() and not path.is_file():
@@ -100,7 +101,8 @@ def read_json(path: Path, fix: str) -> object:
     except OSError as error:
         raise ValueError(describe_os_error(error, str(path))) from None
     try:
-        return json.loads(text)
+        whole = json.dumps(json.loads(text), ensure_ascii=False)
+        return json.loads(re.sub("[\ud800-\udfff]", "\ufffd", whole))
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: {fix}") from None
     except (ValueError, RecursionError):

@@ -17,7 +17,12 @@ def in_seconds(seconds: float) -> str:
 
 def in_tokens(count: int) -> str:
     """Return a number of tokens."""
-    return f"{count:,} token{'s' * (count != 1)}"
+    return counted(count, "token")
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things. what: the name of one."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def per_second(rate: float | None) -> str:

@@ -52,6 +52,9 @@ def replace_text(path: Path, text: str) -> None:
     try:
         part.write_text(text, "utf-8")
         part.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # what the user has named
+        raise
     finally:
         with suppress(OSError):  # it is there after an error alone
             part.unlink()
