@@ -183,7 +183,7 @@ def open_session(
 ) -> Session:
     """Load the model as the options of `cli.options` say, with memory for `batch` sequences.
 
-    shard: as of `load_model`. expected: has `prompt_lengths` and `longest`; None: any may come.
+    shard: as in `load_model`. expected: has `prompt_lengths` and `longest`; None: any may come.
     """
     dtype, experts = DTYPES.get(options.dtype), None
     if options.offload:

@@ -246,7 +246,7 @@ class Experts(nn.Module):
         return self.grouped(x[order // active], group_ends)[inverse].view(tokens, active, -1)
 
     def grouped(self, x: Tensor, group_ends: Tensor) -> Tensor:
-        """x [N, D] sorted by expert, as of `ExpertLinear.grouped` -> [N, D]."""
+        """x [N, D] sorted by expert, as in `ExpertLinear.grouped` -> [N, D]."""
         gate, up = self.w13.grouped(x, group_ends).chunk(2, dim=-1)
         return self.w2.grouped(self.activation(gate, up), group_ends)
 

@@ -132,7 +132,7 @@ class AllReduceSandwich(AllReduceAddNorm):
         super().__init__(1.0, router)
         self.plain = plain
         weights = [norm.weight for norm in plain.branch_norms]
-        self.kernels_ran = not weights  # as of runtime/kernel_choice.py
+        self.kernels_ran = not weights  # as in runtime/kernel_choice.py
         branches = torch.stack(weights) if weights else None
         self.register_buffer("branch_weights", branches, persistent=False)
 

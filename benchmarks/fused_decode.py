@@ -99,7 +99,7 @@ class Layers:
         return found
 
     def microseconds(self, warmups: int = 2) -> float:
-        """Return us a layer. warmups: as of `graph_seconds`."""
+        """Return us a layer. warmups: as in `graph_seconds`."""
         seconds = graph_seconds(self.run, [None], warmups=warmups)
         return seconds * 1e6 / len(self.model.layers)
 
@@ -205,8 +205,8 @@ def build_parser() -> Parser:
         ),
     )
     add = parser.add_argument
-    add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
-    add("--mode", default="bf16", help="number format, as of benchmark.py")
+    add("--arch", required=True, metavar="NAME", help="a model's name, as in benchmark.py")
+    add("--mode", default="bf16", help="number format, as in benchmark.py")
     add("--layers", type=int, help="build only the first N layers")
     add("--position", type=int, default=100, help="the token's position in the cache (100)")
     add("--quantize_h", action="store_true", help="quantize h in a kernel of its own")

@@ -331,8 +331,8 @@ def build_parser() -> Parser:
         ),
     )
     add = parser.add_argument
-    add("--arch", required=True, metavar="NAME", help="a model's name, as of benchmark.py")
-    add("--mode", default=PLAIN, help="number format, as of benchmark.py")
+    add("--arch", required=True, metavar="NAME", help="a model's name, as in benchmark.py")
+    add("--mode", default=PLAIN, help="number format, as in benchmark.py")
     add(
         "--tokens",
         type=int,
@@ -395,7 +395,7 @@ def numbers(shape: str) -> list[int]:
 def tune_alone(
     model: Transformer, tries: int
 ) -> tuple[dict[Place, list[tuple[float, Tiles]]], dict[Place, Tiles]]:
-    """Time one token's products alone -> times as of `tune`, and today's tilings."""
+    """Time one token's products alone -> times as in `tune`, and today's tilings."""
     shapes = shapes_of(model)
     candidates = {p: candidates_of(p, tries) for p in map(Product, shapes)}
     compile_tilings(candidates)

@@ -129,7 +129,7 @@ def escaped(text: str) -> str:
 
 
 def describe_os_error(error: OSError, place: str = "stdout") -> str:
-    """Return cause and fix. place: of errors without a file's name, as of writes to stdout."""
+    """Return cause and fix. place: of errors without a file's name, as in writes to stdout."""
     if error.errno is None:
         return str(error)
     cause = error.strerror or str(error)

@@ -93,7 +93,7 @@ class Packed(nn.Module):
         group: int,
         scale: torch.dtype | None = None,
     ):
-        """module: the one to replace; its bias is kept. scale: as of `Format.layout`.
+        """module: the one to replace; its bias is kept. scale: as in `Format.layout`.
 
         Raises ValueError for a misfit group.
         """

@@ -57,7 +57,7 @@ class View(NamedTuple):
 
 
 class Views:
-    """Published name -> View. `tensors` and `read` are as of a SafetensorsFile."""
+    """Published name -> View. `tensors` and `read` are as in a SafetensorsFile."""
 
     def __init__(self, file: GGUFFile):
         self.file, self.path = file, file.path

@@ -74,7 +74,7 @@ def stop() -> None:
 
 
 def triton_folder(compile_cache: Path | None) -> Path:
-    """Return where Triton keeps what it compiles: as of `host.compile_cache.use_compile_cache`."""
+    """Return where Triton keeps what it compiles: as in `host.compile_cache.use_compile_cache`."""
     if compile_cache is not None:
         return compile_cache / "triton"
     own = Path.home() / ".triton/cache"

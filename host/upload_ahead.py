@@ -96,7 +96,7 @@ class Driver:
 
 
 class Block:
-    """Memory of the GPU for bytes of a file, and of that what has to be kept while it is used."""
+    """Memory of the GPU for bytes of a file. It is freed when nothing refers to this."""
 
     def __init__(self, begin: int, size: int, address: int, driver: Driver):
         self.begin, self.size, self.address = begin, size, address
@@ -285,7 +285,7 @@ def start(paths: Sequence[Path]) -> None:
 def take(key: Stamp, begin: int, size: int) -> tuple[Part, bool] | None:
     """Return bytes of the file with this stamp, if it is on the first GPU.
 
-    Wait while it is copied. With them: as of `StagedFile.take`.
+    Wait while it is copied. The result is that of `StagedFile.take`.
     """
     file = current[0].find(key) if current else None
     return None if file is None else file.take(begin, size)

@@ -224,7 +224,7 @@ def plan_server(options: argparse.Namespace, source, device: torch.device, least
 
 
 def server_setup(options: argparse.Namespace, source, least: int) -> Setup:
-    """Return what decides the memory of serve.py's session. least: as of `plan_server`."""
+    """Return what decides the memory of serve.py's session. least: as in `plan_server`."""
     sizes = sizes_of(source, DTYPES.get(options.dtype), options.parallel)
     return Setup(
         sizes,

@@ -47,7 +47,7 @@ class ExpertCache:
 class DeviceExpertCache(nn.Module):
     """The cache of one layer on the device: the table of `ops.step.expert_paging`.
 
-    cached: R experts at the start, as of `ExpertCache`.
+    cached: R experts at the start, as in `ExpertCache`.
     """
 
     def __init__(self, experts: int, cached: Sequence[int], device: torch.device):

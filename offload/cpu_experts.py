@@ -201,7 +201,7 @@ class CPUThreads:
     """
 
     def __init__(self, count: int | None = None, march: str = "native"):
-        """count: None: the process's cores less one. march: as of `load_library`."""
+        """count: None: the process's cores less one. march: as in `load_library`."""
         self.count = max(1, usable_cores() - 1) if count is None else count
         if self.count < 1:
             raise ValueError(f"{count} threads: there must be at least one")

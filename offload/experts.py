@@ -277,7 +277,7 @@ class OffloadedExperts(nn.Module):
         return sent[: len(groups)], copies.split([len(wave.copied) for wave in waves], dim=1)
 
     def load_wave(self, wave: Wave, copies: Tensor) -> None:
-        """Copy a wave's experts that were in no slot; copies: as of `send`."""
+        """Copy a wave's experts that were in no slot; copies: as in `send`."""
         if wave.copied:
             where, (small, large) = (self.storage.blobs, self.pool), self.layouts
             if small:

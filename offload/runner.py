@@ -26,7 +26,7 @@ from runtime.runner import CompiledRunner, share_code
 class OffloadRunner(CompiledRunner):
     """Runs blocks whose experts may not fit into the slots in waves, all else as CompiledRunner."""
 
-    is_fused = False  # as of FusedRunner
+    is_fused = False  # as in FusedRunner
 
     def __init__(self, model: Transformer, dynamic: bool = False):
         super().__init__(model, dynamic)

@@ -79,7 +79,7 @@ def decode(value):
 
 
 def task_of(kernel: Kernel, args: Sequence, options: dict) -> str:
-    """Return a launch as text. args: as of `Kernel.compile_for`, without memory."""
+    """Return a launch as text. args: as in `Kernel.compile_for`, without memory."""
     function = kernel.fn
     name = [function.__module__, function.__qualname__]
     return json.dumps({"kernel": name, "args": encode(tuple(args)), "options": options})

@@ -51,7 +51,7 @@ found: dict[int, Gpu] = {}  # device index -> GPU
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the GPU; for another device, as of Triton's interpreter, one that runs everything."""
+    """Return the GPU; for another device, as in Triton's interpreter, one that runs everything."""
     if device.type != "cuda":
         return pretended() or KNOWN["sm_90"]
     index = torch.cuda.current_device() if device.index is None else device.index

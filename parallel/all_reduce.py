@@ -91,7 +91,7 @@ def all_reduce_sandwich(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce y [N, ..., D] in one message, then add the norm of these branches, and so on.
 
-    weight, scalar: as of `Added`. next_weight: of the sum's norm. The rest: as above.
+    weight, scalar: as in `Added`. next_weight: of the sum's norm. The rest: as above.
     """
     y = _all_reduce(y)
     added = Added(y=y, branch_norms=branch_weights, norm=weight, scalar=scalar)

@@ -37,7 +37,7 @@ def start_compiling(source, device: torch.device) -> None:
     """Begin what the first launches need, while weights load.
 
     That is Triton's hash, and the helper for a model that was not run with this cache; else the
-    kernels of the model's last run are read. source: as of `runtime.loading.load_model`.
+    kernels of the model's last run are read. source: as in `runtime.loading.load_model`.
     """
     if device.type != "cuda" or triton is None:
         return

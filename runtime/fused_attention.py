@@ -100,7 +100,7 @@ class FusedDecodeAttention(Attention):
     def fused_core(self, qkv: Tensor, context: Context, reach: int | None = None) -> Tensor:
         """qkv [B, Q, (H + 2 K) C], or as the settings say -> [B, Q, H * C].
 
-        reach: as of `attend_tokens`.
+        reach: as in `attend_tokens`.
         """
         tokens = qkv, context.rope, context.positions
         tensors = *tokens, *self.cache.stored(), *self.norm_weights(), self.sinks

@@ -109,7 +109,7 @@ def multiply_ranges(
 ) -> Tensor:
     """Norm x [T, in] and multiply it by ranges of a weight's rows, plus biases -> [T, out].
 
-    norm: None, if x is normed already. weights: as of `projection_weights`.
+    norm: None, if x is normed already. weights: as in `projection_weights`.
     """
     y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
     parts = y.split([weight.out for weight, _ in weights], dim=1)
@@ -150,7 +150,7 @@ class FusedAttention:
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
 
-        None: it has been sent to all ranks. core, reach: as of `FusedLayer.forward`.
+        None: it has been sent to all ranks. core, reach: as in `FusedLayer.forward`.
         """
         projected, attention = multiply_ranges(x, self.norm, self.inputs), self.attention
         projected, output_norm = projected.view(*context.positions.shape, -1), None
@@ -323,7 +323,7 @@ class FusedExperts:
     def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
         """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
 
-        add: as of `ResidualSum.of_product`; a residual is a part of the result. Its kernels come
+        add: as in `ResidualSum.of_product`; a residual is a part of the result. Its kernels come
         before those of the others: with PDL, `down` of these may read the result before its wait,
         and polls the choice of the kernel before it.
         """
@@ -365,7 +365,7 @@ class FusedExperts:
     ) -> tuple[Tensor, Tensor | QuantizedX, Tensor]:
         """Return x after attention [T, D], its norm, and the router's scores.
 
-        indices, plain: as of `norm_router`.
+        indices, plain: as in `norm_router`.
         """
         if self.before.all_reduce:
             return self.before.all_reduce.fused_add_router(
@@ -428,7 +428,7 @@ class DenseProducts:
         self.w2 = kernel_weight(ffn.w2), ffn.w2.bias
 
     def forward(self, x: Tensor, **add) -> Tensor | None:
-        """x [T, D], not normed -> as of `dense_product` with the arguments `add`."""
+        """x [T, D], not normed -> as in `dense_product` with the arguments `add`."""
         h = activate_rows(multiply_ranges(x, self.norm, self.w13), self.activation)
         weight, bias = self.w2
         return dense.dense_product(h, weight, bias=bias, **add)
@@ -548,7 +548,7 @@ class FusedLayer:
 
         The tokens are those of `context.positions` [B, Q], in order. core: (attention, projected
         [B, Q, N], context) -> heads, by `Attention.core`. It is called where no kernel computes
-        that. reach: as of `attend_tokens`. `FusedRunner.mix` takes the place of this for a block
+        that. reach: as in `attend_tokens`. `FusedRunner.mix` takes the place of this for a block
         with mixers: here its kernels are launched without its own functions.
         """
         for mixer in self.mixers:

@@ -74,7 +74,7 @@ class ResidualSum:
     def before_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict]:
         """Return x after the sublayer, and the input of the kernel that norms it, with arguments.
 
-        x, y: as of `add`, on one rank. With a norm that kernel computes x after the sublayer.
+        x, y: as in `add`, on one rank. With a norm that kernel computes x after the sublayer.
         """
         if self.norm is None:
             return y, y, {}

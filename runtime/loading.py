@@ -136,7 +136,7 @@ def load_head(
 ) -> Transformer:
     """Load the head for multi-token prediction of a checkpoint, beside its model `target`.
 
-    source, parallel: as of `load_model`. dtype: None: the target's. Raises ValueError for a
+    source, parallel: as in `load_model`. dtype: None: the target's. Raises ValueError for a
     checkpoint without a head.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
@@ -232,7 +232,7 @@ def check_decode_kernels(
 ) -> None:
     """Raise ValueError, before weights are read, for fused kernels that cannot run this model.
 
-    kernels: as --decode_kernels says. source, dtype, parallel: as of `load_model`.
+    kernels: as --decode_kernels says. source, dtype, parallel: as in `load_model`.
     """
     if kernels != "fused":
         return

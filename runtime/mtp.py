@@ -42,7 +42,7 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. ids: as of DraftModel. least: of a chain the drafts before the first
+    head: `load_head` makes it. ids: as in DraftModel. least: of a chain the drafts before the first
     one with a lower probability are verified. The target may take other steps between two chains:
     the head catches up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """

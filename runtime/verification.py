@@ -47,8 +47,8 @@ def verify_pass(
 ) -> None:
     """Accept drafts and step behind them; write `pack_result` to the first numbers of `result`.
 
-    tokens int64 [B, N + 1], last int64 [B]: as of `begin_pass`. logits, q: as of `verify_sampled`.
-    candidates: as of `Sampling.candidates`. An idle row, last -1, stays where it is.
+    tokens int64 [B, N + 1], last int64 [B]: as in `begin_pass`. logits, q: as in `verify_sampled`.
+    candidates: as in `Sampling.candidates`. An idle row, last -1, stays where it is.
     """
     if candidates:
         found = verify_sampled(logits, tokens, last, q, state, candidates)

@@ -384,7 +384,7 @@ def serve_session(
 
     directory: the session's checkpoint, OWNER/NAME/model_FORMAT. listener: a bound socket; None
     on other ranks. options: those of serve.py. on_ready: gets NAME when the server listens.
-    speculation: as of `Decoder`.
+    speculation: as in `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
     name = directory.absolute().parent.name

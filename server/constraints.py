@@ -160,7 +160,7 @@ class AnswerConstraint:
     """A Constraint that begins where a chat's answer begins, after its reasoning block.
 
     prompt: its token ids, which may open the block. Otherwise the first token decides: it opens the
-    block, or is the grammar's first. continues: as of `make_splitter`.
+    block, or is the grammar's first. continues: as in `make_splitter`.
     """
 
     def __init__(

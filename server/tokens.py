@@ -20,7 +20,7 @@ class TokenizeBody(StrictModel):
     messages: list[Item] | None = None
     tools: list[Item] = Field(default_factory=list)
     add_special_tokens: bool = True
-    parse_special: bool = True  # as of /v1/completions
+    parse_special: bool = True  # as in /v1/completions
 
     def encode(self, tokenizer: Tokenizer | TokenizerPool) -> list[int]:
         """Return the token ids. Raises ValueError."""

@@ -2,7 +2,7 @@
 
     python tests/compile_ahead_without_gpu.py CASE COUNT    TRITON_CACHE_DIR must be an empty folder
 
-CASE: as of gpu_launches.py. COUNT: how many kernels are compiled, those with the shortest source;
+CASE: as in gpu_launches.py. COUNT: how many kernels are compiled, those with the shortest source;
 0: all. Prints JSON: the kernels' names, how many were compiled ahead, at first and again, and the
 files that the launches themselves add to Triton's cache.
 

@@ -502,7 +502,7 @@ def small_model(
 
     Groups are those of a checkpoint: experts' second products have smaller ones than their first.
     format: "q4_0+q8_0" has shared experts in the second one. ranges: projections of attention's
-    input, and of a dense FFN's, are in ranges of rows. dense: as of `arguments_of`.
+    input, and of a dense FFN's, are in ranges of rows. dense: as in `arguments_of`.
     """
     torch.manual_seed(0)
     main, _, shared = format.partition("+")
@@ -553,7 +553,7 @@ def layer_errors(
 
     The cache has earlier tokens. last: of each sequence, the last token that is real. Experts of
     several tokens are computed in tiles, and pair by pair: ratios are results of `pair_ratio`.
-    ranges, dense, changes: as of `small_model`.
+    ranges, dense, changes: as in `small_model`.
     """
     model = small_model(family, format, batch, ranges, dense, **changes)
     tokens = torch.arange(7, 7 + batch * queries).view(batch, queries) % 32
@@ -725,7 +725,7 @@ def sharded_error(
 ) -> dict[str, float]:
     """Compare a layer's kernels on two ranks with the whole plain block.
 
-    sends: as of `TwoRanks`. dense: the layer has a dense FFN.
+    sends: as in `TwoRanks`. dense: the layer has a dense FFN.
     """
     args = LAYERS[family][0](family, **arguments_of(family, dense))
     source = ShardedWeights(args, plan_format(build_model(args), format, format, dtype="fp32"))

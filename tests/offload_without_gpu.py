@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/offload_without_gpu.py < INPUT
 
-INPUT is a JSON object: "models", pairs of a family and a format as of `small_model`. Prints one
+INPUT is a JSON object: "models", pairs of a family and a format as in `small_model`. Prints one
 JSON object. Interpreted: how many calls of `place`, and of `ask` and `answer`, differ from plain
 PyTorch; and by model the error of logits by `FusedOffloadRunner`, with no miss copied and with a
 half of them. Compiled for an H100: spills of each kernel.

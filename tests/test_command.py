@@ -301,7 +301,7 @@ def test_an_error_names_what_to_do_next(command, message, places, tmp_path, monk
 
 
 COMMANDS = {module.__name__: module for module in (benchmark, eval, generate, quantize, serve)}
-GPU_IS_FULL = (  # as of PyTorch
+GPU_IS_FULL = (  # as in PyTorch
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
     "which 12.75 MiB is free. Including non-PyTorch memory, this process has 79.09 GiB memory in "
     "use. Of the allocated memory 78.29 GiB is allocated by PyTorch, and 125.44 MiB is reserved by "

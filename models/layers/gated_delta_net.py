@@ -82,7 +82,7 @@ class DeltaRuleLayer(RecurrentLayer):
         return kernels_support(self.state.state)
 
     def run_kernels(self, qkv: Tensor, gates: list[Tensor], context: Context) -> Tensor:
-        """qkv [B, Q, N], gates as of `delta_tokens` -> [B, Q, H Cv]."""
+        """qkv [B, Q, N], gates as in `delta_tokens` -> [B, Q, H Cv]."""
         memory = self.state
         tokens = qkv, gates, memory.state, memory.pending(), [*self.weights()]
         place = context.positions, context.last, memory.arrivals

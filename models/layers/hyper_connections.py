@@ -25,7 +25,7 @@ from ops.inductor import materialize
 class StreamNorm(nn.Module):
     """RMSNorm of each of S streams, each with weights of its own: [..., S, D] -> same."""
 
-    fp32 = ("weight",)  # as of `ZeroCenteredRMSNorm`
+    fp32 = ("weight",)  # as in `ZeroCenteredRMSNorm`
 
     def __init__(self, args):
         super().__init__()

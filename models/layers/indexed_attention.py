@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 
 class IndexedAttention(GatedAttention):
-    """[B, Q, D] -> same. args.index_sizes: an `IndexSizes`; others: as of `GatedAttention`."""
+    """[B, Q, D] -> same. args.index_sizes: an `IndexSizes`; others: as in `GatedAttention`."""
 
     projections = ("wqkv", "windex"), "wo"  # inputs and output; `core` is between them
 
@@ -106,7 +106,7 @@ class IndexedAttention(GatedAttention):
         return self.attend_by_index(qkv, index, context)
 
     def attend_by_index(self, qkv: Tensor, index: Tensor | None, context: Context) -> Tensor:
-        """qkv as of `GatedAttention.core`, index [B, Q, (N + 1) J] -> [B, Q, H * C]."""
+        """qkv as in `GatedAttention.core`, index [B, Q, (N + 1) J] -> [B, Q, H * C]."""
         if self.block_keys is not None:
             chosen: dict = {self.window: self.choose(index, context)}
             context = context._replace(masks=chosen)

@@ -65,7 +65,7 @@ class KimiDelta(DeltaRuleLayer):
 
 
 def expand(x: Tensor, layer: Linear, early: bool = False) -> Tensor:
-    """x [B, Q, r] -> [B, Q, out], by the kernel for a few tokens. early: as of `dense_product`."""
+    """x [B, Q, r] -> [B, Q, out], by the kernel for a few tokens. early: as in `dense_product`."""
     rows = x.flatten(0, 1).contiguous()
     return dense_product(rows, plain_weight(layer.weight), early=early).unflatten(0, x.shape[:2])
 

@@ -23,7 +23,7 @@ from ops.declared import AttentionAdditions
 
 @dataclass(frozen=True)
 class LayerRope(RopeScaling):
-    """RoPE of full layers. The last three are as of `ScaledRopeArgs`."""
+    """RoPE of full layers. The last three are as in `ScaledRopeArgs`."""
 
     theta: float
     rotary_dim: int  # the first numbers of a head that are rotated

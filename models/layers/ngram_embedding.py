@@ -107,7 +107,7 @@ class NgramEmbedding(nn.Module):
         return JoinedState(self.ids, self.inputs)
 
     def keep(self, tokens: Tensor, span: Tensor | Chunk) -> None:
-        """Store a call's tokens [B, Q] at their positions; span: as of `Transformer.begin`."""
+        """Store a call's tokens [B, Q] at their positions; span: as in `Transformer.begin`."""
         chunk, positions = (span, None) if isinstance(span, Chunk) else (None, span)
         context = Context(tokens, chunk, positions)
         values = tokens.clamp(min=0).view(*tokens.shape, 1, 1, 1)
@@ -143,7 +143,7 @@ class NgramEmbedding(nn.Module):
 
 
 class NgramBlock(StreamBlock):
-    """A block before which n-grams' embeddings are added. number: as of `NgramEmbedding`."""
+    """A block before which n-grams' embeddings are added. number: as in `NgramEmbedding`."""
 
     def __init__(self, args, layer: int, number: int):
         super().__init__(args, layer)

@@ -73,7 +73,7 @@ class PendingState(nn.Module):
     ) -> Tensor:
         """Return what a call's tokens read from the state [B, Q, ...]; update that in place.
 
-        x [B, Q, N]: convolved. last, row: as of `gated_delta_chunk`.
+        x [B, Q, N]: convolved. last, row: as in `gated_delta_chunk`.
         """
         raise NotImplementedError
 
@@ -249,7 +249,7 @@ class RecurrentLayer(nn.Module):
         return projected.split((projected.shape[-1] - self.narrow, self.narrow), dim=-1)
 
     def takes(self, projected: Tensor, context: Context) -> bool:
-        """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
+        """Whether `fused_core` takes this call: as in `runtime.fused_attention`."""
         is_few = projected.shape[1] <= MAX_TENTATIVE and context.chunk is None
         return is_few and self.has_kernels()
 

@@ -114,7 +114,7 @@ class ShortConv(nn.Module):
         return materialize(c * causal_conv(inputs, self.conv.weight, self.conv.bias))
 
     def takes(self, projected: Tensor, context: Context) -> bool:
-        """Whether `fused_core` takes this call: as of `runtime.fused_attention`."""
+        """Whether `fused_core` takes this call: as in `runtime.fused_attention`."""
         is_few = projected.shape[1] <= RING_SPARE and context.chunk is None
         return is_few and can_launch(projected, NAME)
 

@@ -71,7 +71,7 @@ def join_numbers(x, C: tl.constexpr):
 def add_block(softmax, queries, keys, values, seen, SCALE: tl.constexpr, INT8: tl.constexpr):
     """Add a block of positions to a softmax: row_max [M], row_sum [M], accs [M, C].
 
-    queries and accs are split as by `split_numbers`; keys and values as of `load_block`. seen:
+    queries and accs are split as by `split_numbers`; keys and values as in `load_block`. seen:
     which positions a row sees. SCALE: a factor of scores that queries lack.
     """
     row_max, row_sum, accs = softmax

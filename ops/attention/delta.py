@@ -132,7 +132,7 @@ def _read_tokens(
 
     Store b and a of each, too: the tokens become the pending ones, padding among them. kept: as of
     `_find_pending`. past: the inputs before them, of q and k, and of v. places: channels of q and
-    k, of v, and which of these are stored. The others: as of `_take_token`.
+    k, of v, and which of these are stored. The others: as in `_take_token`.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
@@ -346,7 +346,7 @@ def take_in_pending(
 ) -> None:
     """Take in each sequence's pending tokens before position [B, 1]; then none are pending.
 
-    A sequence without a real token stays as it is (last: as of `delta_tokens`). row int64 [B]: the
+    A sequence without a real token stays as it is (last: as in `delta_tokens`). row int64 [B]: the
     rows of the sequences; None: the first. The rest is as for `delta_tokens`.
     """
     w, (H, CK, CV), K = DeltaWeights(*weights), state.shape[1:], arrivals.shape[1]

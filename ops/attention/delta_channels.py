@@ -104,7 +104,7 @@ def decay_channels(
 ) -> Decayed:
     """Fill scores [B, H, chunks, T, T], of queries with keys, and return what is `Decayed`.
 
-    tokens, settings: as of ops/attention/delta_prompt.py. totals [B, H, chunks, T, Ck], fp32: a
+    tokens, settings: as in ops/attention/delta_prompt.py. totals [B, H, chunks, T, Ck], fp32: a
     scratch. sizes: tokens, and the distances of sequences and of tokens in q and k.
     """
     B, H, chunks, _, CK = totals.shape

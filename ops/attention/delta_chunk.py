@@ -130,7 +130,7 @@ def _convolve_chunk(inputs, taps, COUNT: tl.constexpr, s: tl.constexpr):
 
 @jit
 def _key_rows(x, s: tl.constexpr):
-    """x [copies 2 Ck, T], channels as of `key_channels` -> q and k [T, Ck]."""
+    """x [copies 2 Ck, T], channels as in `key_channels` -> q and k [T, Ck]."""
     if s.copies == 2:
         x, _ = _halves(x)
     q, k = _halves(x)
@@ -180,7 +180,7 @@ def _solve(k, g, beta, s: tl.constexpr):
 
 @jit
 def _read_state(q, k, v, g, beta, parts, s: tl.constexpr):
-    """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as of `dot_split`."""
+    """Return what a chunk reads from the state, [T, Cv]. parts: the state's, as in `dot_split`."""
     total, scale, decay, inverse = _solve(k, g, beta, s)
     zeros, since = tl.zeros([s.rows, s.value_dim], tl.float32), tl.exp(total)
     errors = v - (since * scale)[:, None] * dot_split(k, parts, zeros, s.precision)
@@ -203,7 +203,7 @@ def _chunk_gates(b, a, rate, bias, real, s: tl.constexpr):
 def prepare_few(old, newest, weights, first_value, s: tl.constexpr):
     """Return what `read_few` takes of the state and of values: all is read before the wait.
 
-    Parts of the state, as of `dot_split`; channels of v, all twice: as many numbers as threads;
+    Parts of the state, as in `dot_split`; channels of v, all twice: as many numbers as threads;
     their taps; their inputs before the call; the norm's weight. newest: where these inputs are.
     """
     # The tile's dimensions in the order of rows and columns: no number moves.
@@ -227,7 +227,7 @@ def _pending_tile(channels, tokens, s: tl.constexpr):
 def read_few(qkv, found, y, few, own_keys, gates, kept, counts, moves_keys, s: tl.constexpr):
     """Store what the call's tokens read of a head, normalized, and make them the pending ones.
 
-    found: as of `delta._find_gates`. few: of `prepare_few`. own_keys: channels of q and k, their
+    found: as in `delta._find_gates`. few: of `prepare_few`. own_keys: channels of q and k, their
     taps, and their inputs before the call. gates: the decay's rate and bias. kept: the window,
     where the first pending token has b and a, and the first channel of v. counts: real tokens, and
     all. moves_keys: whether to store q's and k's inputs, too.

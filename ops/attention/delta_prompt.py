@@ -270,7 +270,7 @@ def gated_delta_chunk(
 ) -> Tensor:
     """`chunk_in_torch` by kernels where they run; the state [.., H, Ck, Cv] is updated in place.
 
-    ba, a_log, dt_bias and last give g and beta: as of `masked_gates_in_torch`. row int64 [B]: the
+    ba, a_log, dt_bias and last give g and beta: as in `masked_gates_in_torch`. row int64 [B]: the
     rows of the sequences; None: the state has theirs alone. A custom operator, so that Dynamo does
     not specialize on the number of tokens.
     """

@@ -117,7 +117,7 @@ def tile_places(ROWS: tl.constexpr, s: tl.constexpr):
 
 @jit
 def as_tile(x, s: tl.constexpr):
-    """x [n, warp_columns], with places as of `tile_places` -> a tile of four dimensions."""
+    """x [n, warp_columns], with places as in `tile_places` -> a tile of four dimensions."""
     ROWS: tl.constexpr = x.shape[0] // (s.blocks * s.lane_rows)
     return tl.reshape(x, [ROWS, s.blocks, s.lane_rows, x.shape[1]])
 
@@ -153,7 +153,7 @@ def _add_five(a, b, c, d, e, f, g, h, i, j):
 
 @jit
 def _channel_pair(x, s: tl.constexpr):
-    """x [copies 2 Ck] as of `key_channels` -> its two numbers for each channel, [Ck] each."""
+    """x [copies 2 Ck] as in `key_channels` -> its two numbers for each channel, [Ck] each."""
     if s.copies == 2:
         x, _ = tl.split(tl.trans(tl.reshape(x, [2, 2 * s.key_dim])))
     return tl.split(tl.trans(tl.reshape(x, [2, s.key_dim])))
@@ -170,7 +170,7 @@ def _like_state(x, old, s: tl.constexpr):
 def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
     """Return what a token reads from the state `old`, and the state after it.
 
-    qk: q and k [copies 2 Ck], as of `key_channels`.
+    qk: q and k [copies 2 Ck], as in `key_channels`.
 
     One reduction over rows has all sums, with q and k not yet normalized and the state not yet
     decayed: both are factors of the sums. q (S + k correction) = q S + (q . k) correction.
@@ -218,7 +218,7 @@ def count_real(last, sequence, tokens):
 def find_gates(tokens, sequence, head, Q, s: tl.constexpr):
     """Return what `decays_and_shares` takes of a prompt: `found`.
 
-    tokens, s: as of ops/attention/delta_prompt.py.
+    tokens, s: as in ops/attention/delta_prompt.py.
     """
     rate = tl.exp(tl.load(tokens.a_log + head).to(tl.float32))
     bias = tl.load(tokens.dt_bias + head).to(tl.float32)

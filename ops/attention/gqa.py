@@ -233,7 +233,7 @@ def one_part(Q: int, C: int, itemsize: int) -> int:
 def divide(
     qkv: Tensor, stored: Stored, layer: AttentionSettings, width: int, reach: int | None = None
 ) -> Iterator[KernelSettings]:
-    """Yield settings, the fastest first. width: of RoPE's rows. reach: as of `attend_tokens`."""
+    """Yield settings, the fastest first. width: of RoPE's rows. reach: as in `attend_tokens`."""
     (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
     longest = S if reach is None else min(S, reach)
     C, length, int8 = layer.head_dim, min(longest, layer.window), stored.scales is not None
@@ -278,7 +278,7 @@ def attend_tokens(
 
     qkv [B, Q, (H + 2 K) C], or more or fewer heads by the settings (`AttentionSettings.encoded`),
     at consecutive positions [B, Q]; each token sees those before it. rope: `model.Context.rope`.
-    cache and scales as of `Stored`, q_norm, k_norm and sinks as of `HeadWeights`. Padding is
+    cache and scales as in `Stored`, q_norm, k_norm and sinks as in `HeadWeights`. Padding is
     computed as any other token, and its keys and values are stored.
 
     reach: a bound of the positions: all that count are less. None: they may be any. Tokens from

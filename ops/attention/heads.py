@@ -40,7 +40,7 @@ def load_head_norm(norm, rotation):
 def load_head(x, weight, rms, rotation, s: tl.constexpr):
     """Load one head at x -> [M, C] fp32, after clip, RMS norm and RoPE.
 
-    weight: as of `load_head_norm`; None: no norm. With s.full_norm the norm is over all heads and
+    weight: as in `load_head_norm`; None: no norm. With s.full_norm the norm is over all heads and
     comes before the clip; rms is its factor.
     """
     c, partner, cos, sin = rotation

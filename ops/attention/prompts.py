@@ -119,7 +119,7 @@ def prompt_heads(
 ) -> Tensor:
     """qkv [T, projected], rope fp32 [1, T, 1, 2 C] -> q [T, H, C]; keys and values to `places`.
 
-    settings: as of `attend_tokens`. begin: the first token's position. Queries are scaled for SDPA,
+    settings: as in `attend_tokens`. begin: the first token's position. Queries are scaled for SDPA,
     whose own scale is C ** -0.5. The reference is `Attention.queries`,
     `Attention.keys_and_values` and `KVCache.append`.
     """

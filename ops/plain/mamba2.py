@@ -33,7 +33,7 @@ def ssm_step(
 ) -> tuple[Tensor, Tensor]:
     """Take in one token and read: x [B, H, P], b, c [B, G, N] -> y [B, H, P], the new state.
 
-    dt, g: as of `time_steps`, [B, H]. skip: D [H]. state: fp32 [B, H, P, N], which stays as it is.
+    dt, g: as in `time_steps`, [B, H]. skip: D [H]. state: fp32 [B, H, P, N], which stays as it is.
     y is fp32.
     """
     x, (b, c) = x.float(), (to_heads(each, x.shape[-2]) for each in (b, c))

@@ -90,7 +90,7 @@ def append_chunk(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor |
     """Store a prompt's chunk kv [1, Q, 2, K, C]; return what it reads, [2, K, N, C].
 
     That is the window before the chunk or more, as far as there is one, then the chunk's tokens.
-    row int64 [1], end: as of `model.Chunk`. last: as of `append_to_ring`. A custom operator: else
+    row int64 [1], end: as in `model.Chunk`. last: as in `append_to_ring`. A custom operator: else
     Dynamo compiles a case for each way in which a chunk can lie in the ring.
     """
     begin = end - kv.shape[1]

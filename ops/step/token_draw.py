@@ -133,7 +133,7 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
 
 @jit
 def _vocabulary_keys(source, start, s: tl.constexpr):
-    """Return the keys of CHUNK tokens. source: as of `_edited_logits`."""
+    """Return the keys of CHUNK tokens. source: as in `_edited_logits`."""
     token = start + tl.arange(0, s.chunk)
     x = _edited_logits(source, token, token < s.V)
     return tl.where(token < s.V, _key(ordered_bits(x), token), -(2**63))
@@ -196,7 +196,7 @@ def weigh(source, rules, ordered, crowded, s: tl.constexpr):
     """Return TOP candidates, their weights, and whether the row's largest logit is finite.
 
     Weights are proportional to the probabilities; excluded candidates have 0. source: as of
-    `_edited_logits`. rules: as of `load_controls`. ordered, crowded: of this row.
+    `_edited_logits`. rules: as in `load_controls`. ordered, crowded: of this row.
     """
     temperature, top_k, top_p, min_p = rules
     at = tl.arange(0, s.top)
