@@ -65,7 +65,7 @@ class GatheredHead(nn.Module):
 class ShardedRMSNorm(nn.Module):
     """RMSNorm over a last dimension that is sharded equally."""
 
-    def __init__(self, norm: RMSNorm, ranks: int):
+    def __init__(self, norm: RMSNorm | GatedGroupNorm, ranks: int):
         super().__init__()
         self.weight, self.eps, self.ranks = norm.weight, norm.eps, ranks
 
@@ -74,12 +74,8 @@ class ShardedRMSNorm(nn.Module):
         return (x.float() * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
-class ShardedGroupNorm(nn.Module):
+class ShardedGroupNorm(ShardedRMSNorm):
     """Mamba-2's gated norm over one group of heads, which are sharded equally."""
-
-    def __init__(self, norm: GatedGroupNorm, ranks: int):
-        super().__init__()
-        self.weight, self.eps, self.ranks = norm.weight, norm.eps, ranks
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         y = y.float() * F.silu(gate.float())

@@ -6,11 +6,11 @@ import torch
 
 from model import Block
 from models.config import HFConfig
-from models.family import PublishedLayout, Shard
+from models.family import PublishedLayout
 from models.layers.group_routing import SigmoidRoutedMoE
 from models.layers.scaled_rope import ScaledRopeTransformer
-from models.layers.sinks import SinkAttention, sink_recipe, sink_shard
-from models.layers.windows import WindowedArgs, WindowedFamily, leave_full_unrotated
+from models.layers.sinks import SinkAttention, SinkFamily
+from models.layers.windows import WindowedArgs, leave_full_unrotated
 from models.tensors import Recipes, copy_of
 
 
@@ -31,7 +31,7 @@ class FlintTransformer(ScaledRopeTransformer):
         return block
 
 
-class Flint(WindowedFamily):
+class Flint(SinkFamily):
     name = "flint"
     args_class = FlintArgs
     model_class = FlintTransformer
@@ -71,9 +71,6 @@ class Flint(WindowedFamily):
             c["mlp_only_layers"] = self.defaults["mlp_only_layers"]
         return super().arg_fields(c)
 
-    def attention_recipes(self, args: FlintArgs) -> Recipes:
-        return super().attention_recipes(args) | sink_recipe(args)
-
     def expert_recipes(self, args: FlintArgs, layout: PublishedLayout) -> Recipes:
         """The router has no bias that corrects the choice: it is zero."""
         router = copy_of(
@@ -82,8 +79,5 @@ class Flint(WindowedFamily):
             dtype=torch.float32,
         )
         return super().expert_recipes(args, layout) | {"ffn.score_bias": router}
-
-    def shard_table(self, args: FlintArgs) -> dict[str, Shard]:
-        return super().shard_table(args) | sink_shard(args)
 
     shapes = {"Flint-40B-A2.5B": {}}

@@ -9,11 +9,11 @@ from torch import Tensor
 from formats import FORMATS
 from formats.mxfp4 import are_finite_scales, published_codes
 from model import Block, ExpertLinear, Linear, MoE, new_parameter
-from models.family import PublishedLayout, Shard
+from models.family import PublishedLayout
 from models.gguf import POST_ATTENTION_NORM, Values, made_of
 from models.layers.scaled_rope import ScaledRopeTransformer
-from models.layers.sinks import SinkAttention, sink_recipe, sink_shard
-from models.layers.windows import WindowedArgs, WindowedFamily
+from models.layers.sinks import SinkAttention, SinkFamily
+from models.layers.windows import WindowedArgs
 from models.tensors import WHOLE, Recipe, Recipes, copy_of
 from ops.declared import Activation, ExpertAdditions
 
@@ -82,7 +82,7 @@ class GptOssTransformer(ScaledRopeTransformer):
         return block
 
 
-class GptOss(WindowedFamily):
+class GptOss(SinkFamily):
     name = "gpt_oss"
     args_class = GptOssArgs
     model_class = GptOssTransformer
@@ -138,9 +138,6 @@ class GptOss(WindowedFamily):
         """Every other layer has the sliding window."""
         return layer % 2 == 1
 
-    def attention_recipes(self, args: GptOssArgs) -> Recipes:
-        return super().attention_recipes(args) | sink_recipe(args)
-
     def expert_recipes(self, args: GptOssArgs, layout: PublishedLayout) -> Recipes:
         """Gate and up are interleaved; weights are transposed, or in MXFP4 as published."""
         D, E, I = args.dim, args.n_expert, args.intermediate
@@ -158,9 +155,6 @@ class GptOss(WindowedFamily):
             table[f"{ours}.bias"] = copy_of(f"{theirs}_bias", E, rows, transform=order)
             table |= recipes(ours, theirs, (E, rows, width), order)
         return table
-
-    def shard_table(self, args: GptOssArgs) -> dict[str, Shard]:
-        return super().shard_table(args) | sink_shard(args)
 
     shapes = {
         "gpt-oss-20b": dict(num_hidden_layers=24, num_local_experts=32),

@@ -894,7 +894,7 @@ def test_a_decoder_of_another_kind_is_refused_by_name(llama_dir, tmp_path):
 
 
 def test_a_file_that_would_make_the_library_abort(tmp_path):
-    """In a process of its own: an abort would end this one."""
+    """It would end this process, too."""
     tokens = (*"\u0120a", "\u00e9", "\u0120\u00e9", "a\u00e9")
     model = {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}}
     model |= {"merges": [["\u0120", "\u00e9"], ["a", "\u00e9"]], "continuing_subword_prefix": "x"}

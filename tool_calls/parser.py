@@ -299,6 +299,10 @@ class CallParser:
         closer = self.marker(self.closer) if self.closer else ""
         return JsonScanner(closer, self.marker(self.openers[0]))
 
+    def tags(self) -> list[str]:
+        """Return patterns of the markers."""
+        return [re.escape(self.marker(name)) for name in self.tokens]
+
     def ends(self) -> tuple[str, ...]:
         """Return the markers that can follow JSON."""
         return tuple(self.marker(name) for name in (self.closer, self.openers[0]) if name)

@@ -79,10 +79,6 @@ class PythonicParser(CallParser):
         yield from self.skip_closer(self.marker(self.closer))
         return True
 
-    def tags(self) -> list[str]:
-        """Return patterns of the markers."""
-        return [re.escape(self.marker(name)) for name in self.tokens]
-
     def begun_tag(self) -> str:
         """Return the pattern of a marker's beginning."""
         return beginnings(*map(self.marker, self.tokens))

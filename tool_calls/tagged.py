@@ -206,15 +206,12 @@ class GlmParser(TaggedParser):
         return ArgumentTags("", *tags, "\n</tool_call>")
 
     def value_stop(self) -> re.Pattern:
-        opener, closer, key, key_end, value, value_end = self.patterns()
+        opener, closer, key, key_end, value, value_end = self.tags()
         return re.compile(
             rf"{value_end}(?=\s{{0,99}}(?:{key}|{closer}|{opener}))"
             rf"|(?={key}\s{{0,99}}(?P<key>[^<{MARK}]{{1,200}}?)\s{{0,99}}(?:{key_end}|{value}))"
             rf"|(?={closer}\s{{0,99}}{opener})|(?={opener}\s{{0,99}}{NAME}\s{{0,99}}{key})"
         )
-
-    def patterns(self) -> list[str]:
-        return [re.escape(self.marker(name)) for name in self.tokens]
 
     def call(self) -> Reader:
         if (yield from self.begins_with("{", "[")):
@@ -242,7 +239,7 @@ class GlmParser(TaggedParser):
 
     def pairs(self) -> Reader:
         """Read keys and values; return False if the text ends inside of one."""
-        _, closer, key, key_end, value, _ = self.patterns()
+        _, closer, key, key_end, value, _ = self.tags()
         start = rf"\s*{key}\s*([^<{MARK}]{{1,200}}?)\s*(?:{key_end})?\s*{value}"
         tags = beginnings(*map(self.marker, self.tokens[:3]))
         begun = beginnings(self.marker("<arg_value>"))

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from model import Attention, Context, ModelArgs, new_parameter
 from models.family import Shard
+from models.layers.windows import WindowedArgs, WindowedFamily
 from models.tensors import Recipes, copy_of
 from ops.declared import AttentionAdditions
 from ops.plain.attention import attend, attend_chunk
@@ -33,11 +34,11 @@ class SinkAttention(Attention):
         return AttentionAdditions(sinks=self.sinks)
 
 
-def sink_recipe(args: ModelArgs) -> Recipes:
-    """A layer's sinks."""
-    return {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}
+class SinkFamily(WindowedFamily):
+    def attention_recipes(self, args: WindowedArgs) -> Recipes:
+        recipes = super().attention_recipes(args)
+        return recipes | {"attention.sinks": copy_of("self_attn.sinks", args.n_head)}
 
-
-def sink_shard(args: ModelArgs) -> dict[str, Shard]:
-    """How a layer's sinks are sharded: with the heads."""
-    return {"attention": Shard(0, ((args.n_head, 1),))}
+    def shard_table(self, args: WindowedArgs) -> dict[str, Shard]:
+        """Sinks are sharded with the heads."""
+        return super().shard_table(args) | {"attention": Shard(0, ((args.n_head, 1),))}
