@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --constraint constraints.txt
 TYPED := benchmark.py checkpoint.py convert_hf_checkpoint.py eval.py generate.py model.py quantize.py \
-	serve.py chat_template.py tokenizer.py tp.py runtime models server tool_calls hub memory gguf_files
+	serve.py chat_template.py tokenizer.py tp.py runtime models server tool_calls hub memory gguf_files host cli
 
 .PHONY: demo test step_through test-all oracles clients lint check clean
 

@@ -24,8 +24,8 @@ def copy_text(text: str) -> str:
         if (variable is None or os.environ.get(variable)) and shutil.which(command[0]):
             try:
                 # Its output would keep ours open: xclip stays, to serve the text.
-                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                subprocess.run(command, input=data, check=True, timeout=5, **quiet)
+                null = subprocess.DEVNULL
+                subprocess.run(command, input=data, check=True, timeout=5, stdout=null, stderr=null)
             except (OSError, subprocess.SubprocessError):
                 continue
             return f"copied {len(text):,} characters"

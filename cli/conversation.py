@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cli.command import describe_os_error
 from host.files import replace_text
@@ -87,7 +88,7 @@ def named_file(name: str) -> Path:
         raise ValueError(f"{name}: there is no such home directory: give another path") from None
 
 
-def read_json(path: Path, fix: str) -> object:
+def read_json(path: Path, fix: str) -> Any:
     """Return the JSON of a file. Raises ValueError with the fix for other files.
 
     A device or a FIFO might never end. Halves of surrogate pairs become U+FFFD: UTF-8 has none.

@@ -122,7 +122,8 @@ class LineReader:
     def __init__(self, commands: Sequence[str]):
         streams = sys.stdin, sys.stdout
         terminal = all(stream is not None and stream.isatty() for stream in streams)
-        self.edits, self.history = terminal and readline is not None, None
+        self.edits = terminal and readline is not None
+        self.history: Path | None = None
         if self.edits:
             self.commands = commands
             readline.set_completer(self.complete)
@@ -138,7 +139,7 @@ class LineReader:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             readline.read_history_file(path)
-            self.history: Path | None = path
+            self.history = path
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             log.warning(f"the chat's history is not kept ({why}): set XDG_STATE_HOME")
