@@ -245,11 +245,7 @@ def _raise_exception(message: str):
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Return plain JSON, which models are trained on; jinja2's own filter escapes HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

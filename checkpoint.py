@@ -192,10 +192,7 @@ class SafetensorsFile:
         check_unchanged(self.path, self._stamp)
 
     def read(
-        self,
-        name: str,
-        index: tuple[slice, ...] | None = None,
-        device: str | torch.device = "cpu",
+        self, name: str, index: tuple[slice, ...] | None = None, device: str | torch.device = "cpu"
     ) -> Tensor:
         """Return the tensor `name`, or its part `tensor[index]`, contiguous on `device`.
 
@@ -362,10 +359,7 @@ class Checkpoint:
         return ValueError(f"{self.directory} is damaged ({cause}); {fix}")
 
     def read(
-        self,
-        name: str,
-        index: tuple[slice, ...] | None = None,
-        device: str | torch.device = "cpu",
+        self, name: str, index: tuple[slice, ...] | None = None, device: str | torch.device = "cpu"
     ) -> Tensor:
         """Return a tensor, or its part `tensor[index]`, on `device`; see `SafetensorsFile.read`."""
         return self._shard_of[name].read(name, index, device)

@@ -70,13 +70,7 @@ from parallel import process_group
 from parallel.heartbeat import fail, leave
 from runtime.compile_ahead import start_compiling
 from runtime.draft_vocab import DRAFT_VOCAB
-from runtime.loading import (
-    check_decode_kernels,
-    head_source,
-    load_head,
-    load_model,
-    stored_dtype,
-)
+from runtime.loading import check_decode_kernels, head_source, load_head, load_model, stored_dtype
 from runtime.mtp import check_mtp_drafts
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions

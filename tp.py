@@ -381,11 +381,7 @@ def local_args(args: ModelArgs, ranks: int, parallel: str) -> ModelArgs:
     }
     sharded |= {name: max(1, getattr(args, name) // ranks) for name in kv_heads}
     return replace(
-        args,
-        n_head=args.n_head // ranks,
-        intermediate=inner,
-        tied_embeddings=False,
-        **sharded,
+        args, n_head=args.n_head // ranks, intermediate=inner, tied_embeddings=False, **sharded
     )
 
 

@@ -9,13 +9,7 @@ from dataclasses import replace
 from cli.answer_printer import AnswerPrinter
 from cli.clipboard import copy_text
 from cli.command import printable
-from cli.conversation import (
-    Conversation,
-    load_messages,
-    load_tools,
-    named_file,
-    save_messages,
-)
+from cli.conversation import Conversation, load_messages, load_tools, named_file, save_messages
 from cli.report import counted, format_statistics, format_turn
 from cli.terminal import ctrl_c_flag, edit_text, read_messages
 

@@ -431,13 +431,7 @@ IMPLEMENTATIONS = (
         run=token_gemv,
         supports=gemv_fits,
     ),
-    Implementation(
-        "Format.dot",
-        TOKEN,
-        "any",
-        computes="weight @ x",
-        run=token_plain,
-    ),
+    Implementation("Format.dot", TOKEN, "any", computes="weight @ x", run=token_plain),
     Implementation(
         "ops.products.gemv with SwiGLU",
         GATED,

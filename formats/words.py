@@ -152,10 +152,7 @@ def split_fields(
 
 
 def field_values(
-    words: Tensor,
-    bits: int,
-    offset: float,
-    high_bits: Callable[[int, int], Tensor] | None = None,
+    words: Tensor, bits: int, offset: float, high_bits: Callable[[int, int], Tensor] | None = None
 ) -> list[tuple[Tensor, float]]:
     """Decode each field of `words` to fp32 (offset + factor * code, factor).
 

@@ -266,10 +266,7 @@ class GGUFCheckpoint:
     # Reading --------------------------------------------------------------------------------------
 
     def read(
-        self,
-        name: str,
-        index: tuple[slice, ...] | None = None,
-        device: str | torch.device = "cpu",
+        self, name: str, index: tuple[slice, ...] | None = None, device: str | torch.device = "cpu"
     ) -> Tensor:
         """Return a tensor, or its part `tensor[index]`, on `device`.
 

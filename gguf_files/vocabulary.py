@@ -161,11 +161,7 @@ def character_level(
             "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}],
         },
         "model": bpe(
-            values,
-            tokens,
-            types,
-            unk_token=None if unknown is None else tokens[unknown],
-            **options,
+            values, tokens, types, unk_token=None if unknown is None else tokens[unknown], **options
         ),
     }, True
 

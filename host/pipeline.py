@@ -72,10 +72,7 @@ class Stage:
 
 
 def in_threads(
-    work: Callable[[Item], Result],
-    items: Iterable[Item],
-    count: int,
-    prepare: Callable[[], object],
+    work: Callable[[Item], Result], items: Iterable[Item], count: int, prepare: Callable[[], object]
 ) -> Generator[Result, None, None]:
     """Yield work(item) of each item, in order, computed by `count` threads.
 

@@ -64,10 +64,7 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_error(
-    error: Exception,
-    repo_id: str,
-    revision: str | None,
-    elsewhere: str = ELSEWHERE,
+    error: Exception, repo_id: str, revision: str | None, elsewhere: str = ELSEWHERE
 ) -> str:
     """Return a one-line message with cause and fix for an error of huggingface_hub.
 

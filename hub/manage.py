@@ -12,14 +12,7 @@ from cli.report import in_bytes
 from host import upload_ahead
 from host.before_imports import load_libraries, read_ahead
 from host.compile_helper import may_have_gpu
-from hub.disk import (
-    StoredModel,
-    find_checkpoint,
-    find_stored,
-    remove_stored,
-    stored_models,
-    table,
-)
+from hub.disk import StoredModel, find_checkpoint, find_stored, remove_stored, stored_models, table
 
 
 def manage(options: argparse.Namespace) -> int:

@@ -196,11 +196,7 @@ def fetch_small_files(
 
 
 def choose_of_published(
-    name: ModelName,
-    args: ModelArgs,
-    published: str | None,
-    dtype: str,
-    choose_format: ChooseFormat,
+    name: ModelName, args: ModelArgs, published: str | None, dtype: str, choose_format: ChooseFormat
 ) -> dict | None:
     """Return the "format" to write; None: the published one.
 

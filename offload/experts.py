@@ -32,13 +32,7 @@ from model import Experts, Transformer, group_by_expert, weighted_sum
 from offload.cache import DeviceExpertCache
 from offload.copies import load_in_turn
 from ops.step.cpu_share import MAX_TOKENS, Mailbox, add_answer
-from ops.step.expert_paging import (
-    MAX_PAIRS,
-    fetch,
-    fetch_plainly,
-    fetches_by_kernel,
-    page,
-)
+from ops.step.expert_paging import MAX_PAIRS, fetch, fetch_plainly, fetches_by_kernel, page
 
 ALIGN = 128  # bytes
 COUNTERS = "hits", "misses", "on_cpu", "bytes"

@@ -200,11 +200,7 @@ class Scheduler:
         return queued.cancelled or self.has_expired(queued)
 
     def finish(
-        self,
-        number: int,
-        result: dict,
-        tokens: list[GeneratedToken],
-        times: Sequence[float] = (),
+        self, number: int, result: dict, tokens: list[GeneratedToken], times: Sequence[float] = ()
     ) -> None:
         """Send the end of an answer to its client, and count it. times: when each token came."""
         if result["new_tokens"]:

@@ -4,15 +4,7 @@ import re
 from typing import ClassVar
 
 from tokenizer import Tokenizer
-from tool_calls.parser import (
-    MARK,
-    NAME,
-    ArgumentTags,
-    CallParser,
-    Reader,
-    ValueReader,
-    beginnings,
-)
+from tool_calls.parser import MARK, NAME, ArgumentTags, CallParser, Reader, ValueReader, beginnings
 
 MAX_TAGS = 400  # characters of the tags that end a value
 
