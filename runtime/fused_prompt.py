@@ -41,7 +41,7 @@ class ExpertRows:
         self.packed = hasattr(module, "column_order")
 
     def columns(self, like: Tensor) -> Tensor | None:
-        """Return the order in which the product reads its x, as in `gather_rows`."""
+        """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
     def activate(
@@ -50,7 +50,7 @@ class ExpertRows:
         """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
 
         x is in the order of `columns`. pairs: integers [N], sorted by expert; indices [T, A].
-        results: `activation` and `columns`, as in `grouped_gemm`.
+        results: `activation` and `columns`, as of `grouped_gemm`.
         """
         rows = dict(pairs=pairs, active=indices.shape[1])
         if self.columns(x) is not None:
@@ -81,7 +81,7 @@ class DenseRows:
         self.linear = linear
 
     def columns(self, like: Tensor) -> Tensor | None:
-        """As in `ExpertRows`."""
+        """As of `ExpertRows`."""
         linear = self.linear
         if not hasattr(linear, "column_order") or linear.unpacks(like):
             return None
