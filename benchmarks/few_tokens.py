@@ -2,11 +2,11 @@
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
-A row is one product in a CUDA graph, over more copies of its weight than L2 holds: wqkv with the
-norm of x, wo with the residual, or the gate and up product, or the down product, of randomly chosen
-experts. "normed": a kernel of its own has normed x; its time counts. Each form is first checked
-against unpacked weights in fp64, in a process for each case, which also fills Triton's cache. GB/s
-counts each weight, and each distinct expert, once.
+A row is one product in a CUDA graph, over more copies of its weight than L2 holds: wqkv or the head
+with the norm of x, wo with the residual, or the gate and up product, or the down product, of
+randomly chosen experts. "normed": a kernel of its own has normed x; its time counts. Each form is
+first checked against unpacked weights in fp64, in a process for each case, which also fills
+Triton's cache. GB/s counts each weight, and each distinct expert, once.
 """
 
 import json
@@ -63,7 +63,7 @@ COPIES_BYTES = 250e6  # of all copies of a weight: five times L2
 
 @dataclass(frozen=True)
 class Case:
-    """A product of one model: wqkv, wo, router, or gate_up or down with A of E experts."""
+    """A product of one model: wqkv, head, wo, router, or gate_up or down with A of E experts."""
 
     model: str
     product: str
@@ -72,6 +72,8 @@ class Case:
     out: int
     E: int = 0
     A: int = 0
+
+    normed = property(lambda s: s.product in ("wqkv", "head"))  # x
 
     def __str__(self) -> str:
         return f"{self.model} {self.product} {self.mode}"
@@ -96,6 +98,10 @@ CASES = (
     Case("Mixtral-8x7B", "down", "int8", 14336, 4096, 8, 2),
     Case("OLMoE-1B-7B", "down", PLAIN, 1024, 2048, 64, 8),
     Case("Qwen3-30B-A3B", "router", PLAIN, 2048, 128),
+    Case("Qwen3.6-35B-A3B", "head", "int4", 2048, 248320),
+    Case("Qwen3-30B-A3B", "head", "int4", 2048, 151936),
+    Case("Mixtral-8x7B", "head", "int8", 4096, 32000),
+    Case("gpt-oss-20b", "head", PLAIN, 2880, 201088),
 )
 
 
@@ -104,12 +110,12 @@ class Product:
 
     def __init__(self, case: Case, copies: int | None = None):
         self.case = case
-        one = Weights(case.mode, (max(1, case.E), case.out, case.width))
-        copies = copies or max(2, int(COPIES_BYTES / (one.nbytes * max(1, case.E))) + 1)
-        self.nbytes, self.copies = one.nbytes, copies
-        self.weights = one
+        distinct = max(1, case.E)
+        self.weights = Weights(case.mode, distinct, 1, case.out, case.width)
+        self.nbytes = self.weights.nbytes / distinct
+        self.copies = copies or max(2, int(COPIES_BYTES / self.weights.nbytes) + 1)
         if not case.E:
-            self.weights = Weights(case.mode, (copies, case.out, case.width))
+            self.weights = Weights(case.mode, 1, self.copies, case.out, case.width)
         rows = MAX_TOKENS * (case.A if case.product == "down" else 1)
         self.x = torch.randn(rows, case.width, **BFLOAT16)
         self.norm = torch.rand(case.width, **BFLOAT16) + 0.5
@@ -146,7 +152,7 @@ class Product:
             return lambda order: multiply_tiles(x, weight, order, y, None, ones, tiles=tiles)
         apart = form.startswith("normed")
         options: dict = {"residual": self.residual[:tokens]}
-        if case.product == "wqkv":
+        if case.normed:
             options = {} if apart else {"norm": Norm(self.norm, 1e-6)}
 
         def multiply(weight: Weight) -> Tensor:
@@ -169,10 +175,10 @@ class Product:
                 for row, own in zip(x, choice, strict=True)
             ]
             return torch.cat(found)
-        if case.product == "wqkv":
+        if case.normed:
             x = torch.nn.functional.rms_norm(x, (case.width,), self.norm.double(), 1e-6)
         product = x @ self.weights.unpack(torch.tensor(0, device=BFLOAT16["device"])).T
-        return product if case.product == "wqkv" else product + self.residual[:tokens].double()
+        return product if case.normed else product + self.residual[:tokens].double()
 
     def forms(self, tokens: int, most: int) -> dict[str, FewTiles | Tiles]:
         """Return tilings by name: the default, and others; in registers those of one token.
@@ -185,7 +191,7 @@ class Product:
             default = choose_few(weight, case.product == "gate_up", tile, tokens)
         else:
             default = choose_few_tiles(weight, tokens)
-        apart = case.product == "wqkv" and tokens > dense.IN_REGISTERS[BITS[weight.kind]]
+        apart = case.normed and tokens > dense.IN_REGISTERS[BITS[weight.kind]]
         normed = "normed, " if apart else ""
         found: dict[str, FewTiles | Tiles] = {f"{normed}default: {default}": default}
         if not case.E and TILE < tokens <= 2 * TILE:
@@ -194,7 +200,7 @@ class Product:
         blocked = [(*tiling, size) for tiling in BLOCKED for size in blocks]
         for tiling in (TILINGS if case.E or not blocked else blocked)[:most]:
             tiles = FewTiles(*tiling)
-            if case.product == "wqkv":
+            if case.normed:
                 found[f"normed, {tiles}"] = tiles
             elif tiles != default:
                 found[str(tiles)] = tiles

@@ -1067,13 +1067,13 @@ def gated_token_error(queries: int = 1) -> float:
     return fused_error(layer, settings, x, context, torch.randn(2, 2, 2, S, 32))
 
 
-GQA_WAYS = {  # tile, most parts, most numbers of one part for several queries, bound of positions
-    "many parts": (Blocks(32, 2), 64, 0, False),
-    "two parts of several blocks, or of two as one": (Blocks(32, 2, wide=True), 2, 0, False),
-    "one part of several blocks": (Blocks(32, 2), 1, 1 << 30, False),
-    "two blocks as one": (Blocks(64, 2, wide=True), 64, 0, False),
-    "two blocks as one, bounded": (Blocks(64, 2, wide=True), 64, 0, True),
-    "one part of several blocks, bounded": (Blocks(32, 2), 1, 1 << 30, True),
+GQA_WAYS = {  # tile, most parts, bound of positions
+    "many parts": (Blocks(32, 2), 64, False),
+    "two parts of several blocks, or of two as one": (Blocks(32, 2, wide=True), 2, False),
+    "one part of several blocks": (Blocks(32, 2), 1, False),
+    "two blocks as one": (Blocks(64, 2, wide=True), 64, False),
+    "two blocks as one, bounded": (Blocks(64, 2, wide=True), 64, True),
+    "one part of several blocks, bounded": (Blocks(32, 2), 1, True),
 }
 
 
@@ -1097,18 +1097,14 @@ def fused_error(
         if attention is layer:
             cache = layer.cache = kind(tuple(kv.shape[1:]), x.dtype, x.device)
         fill(cache, kv, positions[:, 0].tolist())
-        is_fused, (tile, most, one_part, bounded) = attention is fused, GQA_WAYS[way]
+        is_fused, (tile, most, bounded) = attention is fused, GQA_WAYS[way]
         reach = int(context.positions.max()) + 1 if bounded else None
         core = partialmethod(FusedDecodeAttention.fused_core, reach=reach)
         with (
             mock.patch.object(FusedDecodeAttention, "is_fused", lambda *_, f=is_fused: f),
             mock.patch.object(FusedDecodeAttention, "fused_core", core),
             mock.patch.object(softmax, "MAX_PARTS", most),
-            mock.patch.multiple(
-                gqa,
-                choose_tiles=lambda *_, tile=tile: iter((tile,)),
-                ONE_PART=one_part,
-            ),
+            mock.patch.object(gqa, "choose_tiles", lambda *_, tile=tile: iter((tile,))),
         ):
             y = attention(x, context)
         stored = (part.float() for part in cache.stored() if part is not None)

@@ -824,7 +824,7 @@ def test_one_tokens_attention_in_one_kernel_gives_the_cpus_tokens(more, monkeypa
         cases.append((prompts, want))
     fuse_decode_attention(copy)
     monkeypatch.setattr("model.attend", None)  # the several kernels
-    monkeypatch.setattr("models.gpt_oss.attend", None)
+    monkeypatch.setattr("models.layers.sinks.attend", None)
     session = Session(copy, 512, SessionOptions(decode_kernels="inductor", compile=True, batch=2))
     for prompts, want in cases:
         got = list(zip(*session.stream_all(prompts, 20, GREEDY), strict=True))

@@ -292,9 +292,9 @@ def test_fused_kernels_of_ranks_are_refused_for_whole_experts_alone(monkeypatch)
     (
         ("Qwen3-30B-A3B", "plain", 1, 32768, [256, None]),
         ("Qwen3-30B-A3B", "plain", 1, 256, [None]),
-        ("Qwen3-30B-A3B", "plain", 4, 32768, [640, None]),
+        ("Qwen3-30B-A3B", "plain", 4, 32768, [256, None]),
         ("Qwen3-30B-A3B", "int8", 1, 32768, [None]),
-        ("Qwen3-30B-A3B", "int8", 4, 32768, [640, None]),
+        ("Qwen3-30B-A3B", "int8", 4, 32768, [256, None]),
         ("gpt-oss-20b", "plain", 1, 4096, [256, None]),  # layers with a window have one part
         ("Qwen3.6-35B-A3B", "plain", 1, 4096, [128, None]),
         ("DeepSeek-V2-Lite", "plain", 1, 32768, [None]),  # latent attention
@@ -507,6 +507,27 @@ def test_the_table_has_tiles_of_several_tokens(monkeypatch):
     assert choose_few(weight, False, 8, 8) == choose_few(weight, False, 8, 4)
     several = [tilings.choose_tiles(weight, 64, 2, tokens) for tokens in (1, 4, 7)]
     assert [tiles.lanes for tiles in several] == [64, 64, 32] and several[2].registers == 96
+
+
+def test_a_heads_programs_share_x(monkeypatch):
+    """64 rows of a program in 8 bits and in GGUF's kinds; one token's programs stay."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    monkeypatch.setattr(tilings, "measured", dict)
+
+    def weight(kind: str, out: int, width: int) -> Weight:
+        format = FORMATS[kind]
+        parts = format.pack(torch.zeros(1, width), format.choose_group(width, None))
+        parts = [part.expand(out, *part.shape[1:]) for part in parts.values()]
+        return packed_weight(parts, format.kind, format.choose_group(width, None))
+
+    for kind, rows in (("int8", 64), ("q6_k", 64), ("int4", 16)):
+        head, wide = weight(kind, 151936, 2048), weight(kind, 12288, 2048)
+        assert choose_few_tiles(head, 8).rows == rows and choose_few_tiles(wide, 8).rows == 16
+    assert dense.most_in_registers(weight("int8", 151936, 2048)) == 3
+    assert dense.most_in_registers(weight("int8", 12288, 2048)) == 4
+    assert tilings.choose_tiles(weight("q6_k", 151936, 2048), 64, 1).stay
+    for other in (weight("q6_k", 20480, 16384), weight("q6_k", 4096, 2048)):  # long rows; few
+        assert not tilings.choose_tiles(other, other.quads, 1).stay
 
 
 def test_a_norm_is_refused_where_no_kernel_has_it():

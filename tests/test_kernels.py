@@ -176,7 +176,7 @@ def test_few_queries_attention_in_one_kernel():
 
 @pytest.mark.slow
 def test_few_queries_attention_in_one_kernel_compiles_for_an_h200(machine_code):
-    assert len(machine_code["queries"]) == 2  # over a short cache there is nothing to merge
+    assert len(machine_code["queries"]) == 3  # over two blocks or fewer there is nothing to merge
     check_queries_code(machine_code["queries"])
 
 
@@ -188,7 +188,7 @@ def test_few_queries_attention_at_other_sizes():
 @pytest.mark.slow
 def test_few_queries_attention_compiles_for_an_h200():
     found = without_a_gpu("queries, more")["queries, more"]
-    assert len(found) == 13 and sum("merge_kernel" in case for case in found) == 5, list(found)
+    assert len(found) == 15 and sum("merge_kernel" in case for case in found) == 7, list(found)
     check_queries_code(found)
 
 

@@ -42,7 +42,6 @@ NO_WINDOW = 1 << 30
 MAX_QUERIES = 64
 MAX_HEAD = 256  # numbers of a head, for several queries: larger ones do not fit in registers
 MAX_NUMBERS = 64 * 128  # queries of a head times its numbers: more do not fit in registers
-ONE_PART = 640 * 128  # numbers of a KV head's keys that one program reads, for several queries
 
 
 @dataclass(frozen=True)
@@ -222,12 +221,11 @@ def takes_queries(Q: int, C: int) -> bool:
 def one_part(Q: int, C: int, itemsize: int) -> int:
     """Return up to how many positions are worth kernels of one part, for heads of C numbers.
 
-    itemsize: of the cache. With one query they are one block, or two. 0: an int8 cache has more
-    parts from its second block on, because it takes longer to read than to merge (H100).
+    itemsize: of the cache. They are one block, or two: a further one takes longer than a merge. 0:
+    with one query an int8 cache has more parts from its second block on, because it takes longer to
+    read than to merge (H100).
     """
-    if Q > 1:
-        return ONE_PART // C
-    return 0 if itemsize == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
+    return 0 if itemsize == 1 and Q == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
 
 
 def divide(
@@ -237,18 +235,18 @@ def divide(
     (B, Q), (rows, K, S, _) = qkv.shape[:2], stored.entries.shape[1:]
     longest = S if reach is None else min(S, reach)
     C, length, int8 = layer.head_dim, min(longest, layer.window), stored.scales is not None
-    is_one_part = length * C <= ONE_PART
-    M = choose_rows(Q, layer.group, C, is_one_part)
+    itemsize = 1 if int8 else stored.entries.element_size()
+    M = choose_rows(Q, layer.group, C, length <= one_part(Q, C, itemsize))
     each = min(layer.group, M // Q)
-    for tile in choose_tiles(C, 1 if int8 else stored.entries.element_size(), Q):
+    for tile in choose_tiles(C, itemsize, Q):
         if length <= tile.block or Q > 1:
             tile = replace(tile, wide=False)
         s = KernelSettings(
             *(layer, tile, S, longest, rows * K * S, Q, M, each, 1, width, int8),
-            one_part=tile.block * (2 if Q == 1 and not int8 else 1),
+            one_part=tile.block * (1 if Q == 1 and int8 else 2),
         )
         P = 1
-        if length > s.one_part and not (is_one_part and Q > 1):
+        if length > s.one_part:
             # One query of a plain cache: a program takes half of a multiprocessor's shared memory
             # or more, and all programs should run at once.
             side_by_side = 1 if Q == 1 and not int8 else PROGRAMS

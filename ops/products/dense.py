@@ -35,7 +35,7 @@ from ops.products.pipeline import (
     sum_shared,
 )
 from ops.products.quantized_x import quantize_tokens
-from ops.products.tilings import Tiles, choose_tiles
+from ops.products.tilings import Tiles, choose_tiles, has_many_rows
 from ops.products.weights import BITS, Weight, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
@@ -226,6 +226,14 @@ def _multiply_sum(
 IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 
 
+def most_in_registers(weight: Weight) -> int:
+    """Return the most tokens of a program of `_multiply_sum`: `IN_REGISTERS`.
+
+    Of a head in 8 bits one less: each of its many programs norms all of x.
+    """
+    return IN_REGISTERS[BITS[weight.kind]] - (weight.fields == 4 and has_many_rows(weight))
+
+
 class Norm(NamedTuple):
     """The RMS norm of a product's x, which is not rounded."""
 
@@ -242,7 +250,7 @@ def norm_apart(
     So too if words have scales: `dense_product` then quantizes x by a kernel of its own. groups: as
     of `Norm`; the normed x, too, if a product cannot norm these.
     """
-    most = IN_REGISTERS[BITS[weight.kind]]
+    most = most_in_registers(weight)
     if groups > 1 and not norms_groups(weight, groups, len(x)):
         most = 0
     if len(x) <= most and not weight.word_scaled:
@@ -292,7 +300,7 @@ def dense_product(
     check_rows("residual", residual, T, weight.out)
     y = torch.empty(T, weight.out, dtype=dtype or x.dtype, device=x.device) if out is None else out
     scales, eps, groups = norm or (None, 0.0, 1)
-    most = IN_REGISTERS[BITS[weight.kind]]
+    most = most_in_registers(weight)
     few = isinstance(tiles, FewTiles) or (tiles is None and max(1, most) < T)
     if (norm and few) or (groups > 1 and not norms_groups(weight, groups, T, tiles)):
         raise ValueError(f"no product norms {T} tokens, {groups} groups of x: norm_apart does that")

@@ -14,7 +14,7 @@ from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
 from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
-from ops.products.tilings import measured_fields, place_of
+from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import GGUF, Weight, WeightTensors
 
@@ -114,7 +114,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     and 16 those of bf16; of packed weights x binds 16, so that two blocks of 8 are as fast
     (docs/log/speculation.md). Programs of 4 bits use few registers, so that a multiprocessor runs
     many of them. A product with few rows has all of its weights in flight, or eight warps a
-    program, which keep the memory busy (docs/log/prompts.md).
+    program, which keep the memory busy (docs/log/prompts.md). With up to 8 tokens x binds a head,
+    too: it has enough programs of 64 rows.
     """
     if found := measured_fields(weight, place_of(weight, "dense", tokens)):
         tiles = FewTiles(*found)
@@ -137,6 +138,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
     if weight.out < 64 * weight.multiprocessors and (weight.fields >= 8 or weight.kind == "bf16"):
         return choose_small_tiles(weight)
+    if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
+        return FewTiles(64, 4, 1, x_depth=1)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))

@@ -21,6 +21,8 @@ from ops.products.weights import GGUF, TWO_BITS, Weight
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
 LONG = 512  # quads of a row
+MANY_ROWS = 128  # for each multiprocessor: a head has them
+HELD = 4  # most chunks of x that a staying program holds
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ DEFAULTS = {
     **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
+# Of a head: staying programs, so that fewer of them norm x and make integers of it.
+HEADS = dict.fromkeys(
+    ("q4_k", "q5_k", "q6_k"),
+    Default(8, 64, 1, waste=3, chunks=1, stay=True),  # q5_k: not measured
+)
 # Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
 # narrow chunks are better. Other kinds and numbers have the tiles of one token.
 SEVERAL: dict[str, dict[int, Tiles]] = {
@@ -167,9 +174,17 @@ def choose_tiles(
             return tiles
         found = measured_fields(weight, place._replace(tokens=1))
     if found is None:
+        head = HEADS.get(place.kind) if tokens == loads == 1 and has_many_rows(weight) else None
+        if head and quads <= HELD * head.lanes:
+            return head.tiles(quads)
         return DEFAULTS[place.kind, loads].tiles(quads)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
+
+
+def has_many_rows(weight: Weight) -> bool:
+    """Whether a weight has many rows for each multiprocessor, as heads have."""
+    return weight.out >= MANY_ROWS * weight.multiprocessors
 
 
 def depth_of(quads: int, tiles: Tiles) -> int:
