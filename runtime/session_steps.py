@@ -106,6 +106,11 @@ class DecodeSteps(SessionRows):
         if options.compile:
             self.edit_step = compiled(edit_logits, dynamic=False)
 
+    @property
+    def captures_fast(self) -> bool:
+        """Whether another step is captured in tenths of a second: Inductor compiles no part."""
+        return self.captured and not self.runner.compiles_steps
+
     def choose_chunk(self) -> int:
         """Return how many tokens of a prompt run at once, beside the weights and the cache."""
         if not self.prefill_runner.runs_long_chunks:
@@ -243,20 +248,31 @@ class DecodeSteps(SessionRows):
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
             before_edit, self.before_edit = self.before_edit, lambda: None
-            with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
-                # Cloned in this stream too: another one would not wait for the clones.
-                kept = [tensor.clone() for tensor in self.state]
-                for _ in range(2):
-                    self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
-                    self.last.fill_(-1)  # no token is real, so that recurrent states stay
-                    with self.runner.warming_up():
-                        run()
-                copy_all(kept, self.state)
-            if self.captured:
-                torch.cuda.synchronize()
-            self.before_edit = before_edit
+            try:
+                self.warm_up_step(run, ahead)
+            finally:  # a server goes on after a capture for which no memory was left
+                self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
             return run
         with CapturedStep(self.pool) as captured:
             run()
         return captured.replay
+
+    def warm_up_step(self, run: Callable[[], None], ahead: int) -> None:
+        """Run a step twice where no sequence reaches; leave the state as it was.
+
+        ahead: as of `capture`.
+        """
+        with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
+            # Cloned in this stream too: another one would not wait for the clones.
+            kept = [tensor.clone() for tensor in self.state]
+            try:
+                for _ in range(2):
+                    self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
+                    self.last.fill_(-1)  # no token is real, so that recurrent states stay
+                    with self.runner.warming_up():
+                        run()
+            finally:
+                copy_all(kept, self.state)
+        if self.captured:
+            torch.cuda.synchronize()
