@@ -132,6 +132,10 @@ class Batch:
                     self.end(token.sequence)
         session.reset()
 
+    def prepare_next(self) -> bool:
+        """Do a part of what `prepare` left for times without sequences; return whether more is."""
+        return False
+
     def prepare_prompts(self) -> None:
         """Run two chunks of each size, the second over a cache in use; then forget them.
 

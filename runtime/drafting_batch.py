@@ -21,6 +21,7 @@ class DraftingBatch(Batch):
         self.speculation = speculation
         super().__init__(speculation.session, max_batch)
         speculation.sizes = self.sizes
+        speculation.capture_later()
 
     def forget(self) -> None:
         super().forget()
@@ -36,6 +37,9 @@ class DraftingBatch(Batch):
             for size in self.sizes:
                 for sampling in WAYS if self.speculation.counts(size) else ():
                     self.speculation.warm_up_all(self.session.candidates(sampling), size)
+
+    def prepare_next(self) -> bool:
+        return self.speculation.capture_next()
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
@@ -82,8 +86,10 @@ class DraftingBatch(Batch):
         the tokens of a plain step.
         """
         sequences = [sequence for sequence in self.rows if sequence]
-        fit = sequences and self.speculation.counts(self.size_of(sequences))
-        if not fit or not any(sequence.drafts for sequence in sequences):
+        if not any(sequence.drafts for sequence in sequences):
+            return []
+        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
+        if not self.speculation.most_ready(size, candidates):
             return []
         for one in sequences:
             is_past_prompt = self.session.cached[one.row] >= len(one.ids)
@@ -94,6 +100,10 @@ class DraftingBatch(Batch):
     def size_of(self, sequences: list[Running]) -> int:
         """Return the rows of a step of these sequences in the first rows."""
         return next(size for size in self.sizes if size >= len(sequences))
+
+    def candidates_of(self, sequences: list[Running]) -> int:
+        """Return the candidates of a step of these sequences."""
+        return max(self.session.candidates(sequence.sampling) for sequence in sequences)
 
     def begin_text(self, row: int, ids: list[int], sequence: Running) -> None:
         """Draft for this sequence from now on; ids: its text so far."""
@@ -117,8 +127,8 @@ class DraftingBatch(Batch):
             speculation.read_at, self.in_passes = time.perf_counter(), True
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
-        candidates = max(session.candidates(sequence.sampling) for sequence in sequences)
-        found = speculation.run_rows(candidates, left, drafts, self.size_of(sequences))
+        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
+        found = speculation.run_rows(candidates, left, drafts, size)
         for sequence, (tokens, drafted) in zip(sequences, found, strict=True):
             sequence.drafted += drafted
             sequence.accepted += min(len(tokens) - 1, sequence.tokens_left)

@@ -149,6 +149,9 @@ class FusedRunner(CompiledRunner):
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = can_begin_fused(model, layers.values())
+        ends_fused = self.head is not None and self.head.norm is not None
+        has_mixers = any(layer.mixers for layer in layers.values())
+        self.compiles_steps = not (self.begins_fused and ends_fused) or has_mixers
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile_few(last_norm)

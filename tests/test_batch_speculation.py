@@ -270,11 +270,10 @@ def test_every_recurrent_family(name, rows, source, make_family):
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
-def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch):
+def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
     """Positions are on the device; a pass of three answers has four rows, of which one is idle."""
     if not compiled:
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-        monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
+        request.getfixturevalue("no_compiler")
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 128)
     requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]
@@ -282,8 +281,13 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     options = SessionOptions(batch=4, compile=True)
     batch = open_batch(Session(load_model(directory, "cpu"), 128, options), texts)
-    if not compiled:  # the compiler makes what the answers need
+    if compiled:  # what these answers need
+        for size in (1, 2, 4):
+            batch.speculation.warm_up_all(0, size)
+    else:
         batch.prepare()
+        while batch.prepare_next():
+            pass
         made = {(rows, count) for rows, count, _ in batch.speculation.steps}
         assert made == {*((1, n) for n in range(1, LIMIT + 1)), (2, 1), (2, 2), (2, 3), (4, 1)}
     for arrivals in ([0, 50, 100, 150], [0, 6, 20, 34], [0, 2, 4, 50]):
@@ -406,6 +410,88 @@ def test_sampled_text_keeps_its_distribution(right, monkeypatch):
     except AssertionError:  # a token of probability 0
         off = 2.0
     assert (off <= 1) == right
+
+
+def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
+    """Return a batch as on a GPU, whose passes are captured between answers."""
+    batch = open_batch(make_session(kind, rows, compile=True), texts)
+    batch.speculation.captures_later = True
+    batch.prepare()
+    return batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_are_captured_between_answers(kind, no_compiler):
+    """An answer has as many drafts as are there; it never waits for a pass to be captured."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
+    expected = answers_alone(kind, requests)
+    batch = open_later(kind, texts=[requests[0][0] + expected[0]])
+    speculation, captured, goes_on = batch.speculation, 0, True
+    while goes_on:
+        if captured % 3 == 1:
+            batch.session.reset()
+            speculation.control.seen.clear()
+            before = dict(speculation.steps)
+            assert run(batch, requests) == expected
+            assert speculation.control.seen["1 of 1"] and speculation.steps == before
+        goes_on = batch.prepare_next()
+        captured += 1
+    # Passes of one row, of two, which may have 3 drafts, and of four; greedy and sampled.
+    assert captured == len(speculation.steps) == 2 * (4 + 3 + 1)
+    assert not batch.prepare_next()
+
+
+def test_no_pass_among_all_tokens_is_captured_between_answers(no_compiler, monkeypatch):
+    """Inductor compiles its verification: such an answer has plain steps."""
+    monkeypatch.setattr("runtime.speculation.MAX_CANDIDATES", 10)  # less than the vocabulary
+    batch = open_later()
+    while batch.prepare_next():
+        pass
+    speculation = batch.speculation
+    assert {candidates for _, _, candidates in speculation.steps} == {0}
+    ids, seen = [5, 6, 7, 8] * 5, speculation.control.seen
+    run(batch, [(ids, 20, Sampling(1.0, top_k=None))])
+    assert not seen and len(speculation.steps) == 8
+    run(batch, [(ids, 20, GREEDY)])
+    assert seen["1 of 1"]
+
+
+def test_what_captures_its_passes_between_answers(no_compiler, monkeypatch):
+    """Automatic lookups, where no part of a step is compiled for long."""
+    for is_fast, auto, later in ((True, True, True), (False, True, False), (True, False, False)):
+        monkeypatch.setattr(Session, "captures_fast", is_fast)
+        session = make_session(rows=1, compile=True)
+        batch = DraftingBatch(Speculation(session, LIMIT, auto=auto))
+        batch.prepare()
+        assert batch.speculation.captures_later == batch.prepare_next() == later
+        assert bool(batch.speculation.steps) != later or len(batch.speculation.steps) == 1
+    monkeypatch.setattr(Session, "captures_fast", True)
+    session, draft = make_session(rows=1, compile=True), make_session(rows=1).model
+    speculation = Speculation(session, draft=draft, auto=True)
+    speculation.capture_later()
+    assert not speculation.captures_later
+
+
+def test_a_pass_that_does_not_fit_into_memory_is_the_last_one(no_compiler, monkeypatch, caplog):
+    """Answers have the drafts of those before it, and a session is as it was."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
+    expected = answers_alone("plain", requests)
+    batch = open_later(rows=1, texts=[requests[0][0] + expected[0]])
+    speculation, session = batch.speculation, batch.session
+    assert batch.prepare_next() and batch.prepare_next()
+
+    def fail(*_) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    verify = speculation.verify_pass
+    kept = [tensor.clone() for tensor in session.state]
+    monkeypatch.setattr(speculation, "verify_pass", fail)
+    assert not batch.prepare_next() and "Tried to allocate" in caplog.text
+    monkeypatch.setattr(speculation, "verify_pass", verify)
+    assert not batch.prepare_next() and sorted(speculation.steps) == [(1, 1, 0), (1, 2, 0)]
+    assert all(map(torch.equal, kept, session.state))
+    assert session.before_edit == batch.write_masks  # grammars are followed
+    assert run(batch, requests) == expected and speculation.control.seen["1 of 1"]
 
 
 @pytest.mark.parametrize("count", (1, 3))

@@ -568,7 +568,7 @@ def test_the_command_speculates_by_itself(command):
         ("", 1, 1, "auto"),
         ("--interactive", 0, 1, "auto"),
         ("--compile", 1, 1, "off"),
-        ("--compile --interactive", 0, 1, "off"),
+        ("--compile --interactive", 0, 1, "auto"),
         ("", 2, 1, "off"),
         ("--batch_size 1", 2, 1, "auto"),
         ("--batch_size 1 --compile", 2, 1, "off"),
@@ -590,6 +590,33 @@ def test_what_an_answer_speculates_with(arguments, prompts, ranks, kind, monkeyp
     options = build_parser().parse_args(arguments.split())
     check_options(options)
     assert generate.choose_speculation(options, prompts) == kind
+
+
+def test_a_chat_captures_its_passes_between_answers(no_compiler, hybrid_directory, monkeypatch):
+    """The first answer takes plain steps, so that a chat starts as fast; the second has drafts."""
+    monkeypatch.setattr(Session, "captures_fast", True)
+    monkeypatch.setattr("generate.use_compile_cache", lambda folder: None)
+    options = build_parser().parse_args(["--interactive", "--compile", "--device", "cpu"])
+    check_options(options)
+    checkpoint = generate.open_source(hybrid_directory)
+    speculation = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
+    made = []
+
+    def answer(name: str, given) -> None:
+        tokens = list(speculation.stream([5, 6, 7, 8] * 5, 30, GREEDY))
+        made.append((tokens, len(speculation.steps), speculation.drafted))
+
+    def turns(*_):
+        return SimpleNamespace(handle=answer, last_message=lambda: None)
+
+    monkeypatch.setattr("generate.Chat", turns)
+    monkeypatch.setattr("generate.read_requests", lambda last: iter([("", "a"), ("", "b")]))
+    generate.chat(speculation, None, options, GREEDY)
+    (first, no_passes, _), (second, passes, drafted) = made
+    assert first == second and (no_passes, passes) == (0, 4) and drafted
+    monkeypatch.setattr(Session, "captures_fast", False)  # Inductor would compile each for long
+    found = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
+    assert isinstance(found, Session)
 
 
 def test_auto_on_several_ranks_is_refused(monkeypatch):
