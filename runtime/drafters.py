@@ -114,7 +114,7 @@ class LookupDrafter:
 
     def __init__(self, target: Session, count: int, row: int = 0):
         self.target, self.row = target, row
-        self.write_to(torch.zeros(1, count, dtype=torch.int64, device=target.device))
+        self.write_to(target.shared_integers(1, count))
         self.reset()
 
     def write_to(self, drafts: Tensor) -> None:

@@ -26,6 +26,7 @@ class DraftingBatch(Batch):
     def forget(self) -> None:
         super().forget()
         self.speculation.release()
+        self.speculation.begun = None
         # Of each row, the sequence whose text its drafter knows.
         self.drafted_for: list[Running | None] = [None] * self.session.batch
         self.passing: list[Running] = []  # the sequences of the last pass, by row
@@ -49,19 +50,30 @@ class DraftingBatch(Batch):
             known[a], known[b] = known[b], known[a]
 
     def step(self) -> list[NewToken]:
-        sequences = self.drafting_sequences()
+        """`Batch.step`. On a GPU the next pass is in flight while the caller handles the tokens."""
+        begun, sequences = self.speculation.begun, self.drafting_sequences()
         is_other = self.speculation.in_flight and sequences != self.passing
-        if not sequences or is_other:
+        if not (begun and begun.is_pass) and (is_other or not sequences):
+            self.speculation.begun = None
             return super().step()
-        self.run_pass(sequences)
+        if not begun:
+            self.begin_pass(sequences)
+        self.finish_pass()
+        sequences = self.drafting_sequences()
+        if self.overlaps and sequences and not (self.waiting or self.speculation.in_flight):
+            self.begin_pass(sequences)
         arrived, self.arrived = self.arrived, []
         return arrived
 
     def admit(self) -> bool:
         """`Batch.admit`. In a session of one row, the drafter knows a text before its prompt runs.
 
-        A head needs that. It is for one row.
+        A head needs that. It is for one row. Rows may move, so that no pass is in flight.
         """
+        begun, self.speculation.begun = self.speculation.begun, None
+        if begun and begun.is_pass:
+            self.speculation.begun = begun
+            self.finish_pass()
         first = self.waiting[0] if self.waiting else None
         if first and self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
             self.begin_text(0, first.ids, first)
@@ -110,8 +122,8 @@ class DraftingBatch(Batch):
         self.speculation.drafter_of(row).start_prompt(ids, sequence.sampling)
         self.drafted_for[row] = sequence
 
-    def run_pass(self, sequences: list[Running]) -> None:
-        """Run a pass with drafts, or a plain step, of all sequences; keep the new tokens."""
+    def begin_pass(self, sequences: list[Running]) -> None:
+        """Launch a pass with drafts, or a plain step, of all sequences."""
         session, speculation, count = self.session, self.speculation, len(sequences)
         self.receive()  # drafts follow the newest tokens
         if any(sequence.row is None for sequence in sequences):  # its token was an error
@@ -125,11 +137,24 @@ class DraftingBatch(Batch):
                 self.begin_text(row, session.ids[row], sequence)
         if not self.in_passes or sequences != before:  # a prompt has run meanwhile, or nothing has
             speculation.read_at, self.in_passes = time.perf_counter(), True
+        speculation.begin_rows(*self.pass_arguments())
+
+    def pass_arguments(self) -> tuple[int, list[int], list[bool], int]:
+        """Return what `Speculation.begin_rows` wants of the sequences of a pass."""
+        sequences = self.passing
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
-        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
-        found = speculation.run_rows(candidates, left, drafts, size)
-        for sequence, (tokens, drafted) in zip(sequences, found, strict=True):
+        return self.candidates_of(sequences), left, drafts, self.size_of(sequences)
+
+    def finish_pass(self) -> None:
+        """Wait for the pass that was begun, if any; keep the tokens of those that still run."""
+        if not self.speculation.begun:
+            return
+        found = self.speculation.run_rows(*self.pass_arguments())
+        for sequence, (tokens, drafted, cached) in zip(self.passing, found, strict=True):
+            if sequence.row is None:  # ended meanwhile: its row is as before the pass
+                continue
+            self.session.cached[sequence.row] += cached
             sequence.drafted += drafted
             sequence.accepted += min(len(tokens) - 1, sequence.tokens_left)
             self.take_tokens(sequence, tokens[: sequence.tokens_left])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
-from ops.launch import KernelError, compile_only, give_up
+from ops.launch import KernelError, can_launch, compile_only, give_up
 from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.token_draw import draw_tokens
@@ -150,6 +150,7 @@ class FusedRunner(CompiledRunner):
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = can_begin_fused(model, layers.values())
         ends_fused = self.head is not None and self.head.norm is not None
+        self.shares_host_memory = can_launch(model.norm.weight)
         has_mixers = any(layer.mixers for layer in layers.values())
         self.compiles_steps = not (self.begins_fused and ends_fused) or has_mixers
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
@@ -355,9 +356,12 @@ class FusedRunner(CompiledRunner):
             q, candidates, result = rest
             given = state, logits, tokens, last, q if candidates else None
             check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
-            if candidates > MAX_CANDIDATES or not self.runs("verification", check):
-                return compiled(*given, candidates, result)
-            check()
+            if candidates <= MAX_CANDIDATES and self.runs("verification", check):
+                check()
+                return
+            found = torch.empty_like(result, device=tokens.device)
+            compiled(*given, candidates, found)
+            result.copy_(found, non_blocking=True)
 
         return draft_check.begin_pass, verify
 
@@ -404,5 +408,5 @@ def launch_pass(
     """
     runner.launch_all(len(drafts), drafts.shape[1] + 1, reach, all_positions=True)
     tokens, _, last = draft_check.begin_pass(state, drafts)
-    logits = torch.empty(*tokens.shape, state.seen.shape[1], device=drafts.device)
+    logits = torch.empty(*tokens.shape, state.seen.shape[1], device=tokens.device)
     draft_check.verify_pass(state, logits, tokens, last, q, result, ACCEPT_STREAM)

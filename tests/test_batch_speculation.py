@@ -161,7 +161,7 @@ def test_up_to_four_answers_share_passes(kind, seed, overlaps):
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     ends = [rng.randrange(3, 31) for _ in requests]
     batch = open_batch(make_session(kind, rows=5), texts, 4, overlaps, seed)
-    arrivals = sorted(rng.randrange(80) for _ in requests)
+    arrivals = sorted(rng.randrange(60) for _ in requests)
     found = run_until(batch, with_drafts(requests), arrivals, ends)
     assert found == [answer[:end] for answer, end in zip(expected, ends, strict=True)]
     seen = batch.speculation.control.seen
