@@ -85,16 +85,19 @@ class IndexedText:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Index more text. A prompt of 200,000 tokens takes 0.6 s, a token 3 us."""
+        known = self.ids
         for token in ids:
+            place, last = len(known), tuple(known[-LONG_MATCH:])
             for n, index in self.next.items():
-                if len(self.ids) >= n:
-                    index[tuple(self.ids[-n:])] = len(self.ids)
-            self.ids.append(token)
+                if place >= n:
+                    index[last[-n:]] = place
+            known.append(token)
 
     def match(self) -> tuple[int, int] | None:
         """Return the length of the longest match, and the index of the token after it."""
+        last = tuple(self.ids[-LONG_MATCH:])
         for n, index in self.next.items():
-            if len(self.ids) >= n and (start := index.get(tuple(self.ids[-n:]))) is not None:
+            if len(last) >= n and (start := index.get(last[-n:])) is not None:
                 return n, start
         return None
 
