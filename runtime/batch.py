@@ -239,9 +239,9 @@ class Batch:
 
         Afterwards it is `prefilling`, unless decode steps run its prompt.
         """
-        others = sum(1 for other in self.rows if other)
-        if not self.waiting or others == self.max_batch:
+        if not self.may_admit():
             return False
+        others = sum(1 for other in self.rows if other)
         session, sequence = self.session, self.waiting.popleft()
         self.prefilling = sequence, iter(())
         row = sequence.row = self.take_row(sequence.ids)
@@ -262,6 +262,10 @@ class Batch:
             stepped = False
         self.prefilling = None if stepped else (sequence, chunks)
         return True
+
+    def may_admit(self) -> bool:
+        """Whether a sequence waits for a row, and may have one."""
+        return bool(self.waiting) and sum(1 for other in self.rows if other) < self.max_batch
 
     def take_row(self, ids: Sequence[int]) -> int:
         """Return the first idle row, with the longest prefix of these tokens that any row has.

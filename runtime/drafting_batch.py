@@ -60,7 +60,7 @@ class DraftingBatch(Batch):
             self.begin_pass(sequences)
         self.finish_pass()
         sequences = self.drafting_sequences()
-        if self.overlaps and sequences and not (self.waiting or self.speculation.in_flight):
+        if self.overlaps and sequences and not (self.may_admit() or self.speculation.in_flight):
             self.begin_pass(sequences)
         arrived, self.arrived = self.arrived, []
         return arrived
@@ -68,14 +68,15 @@ class DraftingBatch(Batch):
     def admit(self) -> bool:
         """`Batch.admit`. In a session of one row, the drafter knows a text before its prompt runs.
 
-        A head needs that. It is for one row. Rows may move, so that no pass is in flight.
+        A head needs that. It is for one row. Rows may move, so that no pass may be in flight.
         """
-        begun, self.speculation.begun = self.speculation.begun, None
+        if not self.may_admit():
+            return False
+        begun, first = self.speculation.begun, self.waiting[0]
         if begun and begun.is_pass:
-            self.speculation.begun = begun
             self.finish_pass()
-        first = self.waiting[0] if self.waiting else None
-        if first and self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
+        self.speculation.begun = None
+        if self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
             self.begin_text(0, first.ids, first)
         return super().admit()
 
