@@ -35,22 +35,21 @@ def decode(
 ) -> tuple[float, float]:
     """Return the tokens/s of `count` answers side by side, and the tokens of a step for each."""
     batch.session.reset()
-    left, steps, new = {}, 0, options.new_tokens
+    tokens, steps = {}, 0
     for n in range(count):
         prompt = random_prompt(batch.session.model.args, options.prompt_len, seed * count + n)
-        left[batch.start(prompt, new, sampling)] = new
+        tokens[batch.start(prompt, options.new_tokens, sampling)] = 0
     begin = time.perf_counter()
-    while left:
+    while max(tokens.values()) < options.new_tokens:  # all run until the first one ends
         batch.prefill()
         arrived = [token.sequence for token in batch.step()]
         steps += bool(arrived)  # a prompt's steps have no token
         for sequence in arrived:
-            if sequence in left:
-                left[sequence] -= 1
-                if not left[sequence]:
-                    batch.end(sequence)
-                    del left[sequence]
-    return count * new / (time.perf_counter() - begin), new / steps
+            tokens[sequence] += 1
+    seconds, found = time.perf_counter() - begin, sum(tokens.values())
+    for sequence in tokens:
+        batch.end(sequence)
+    return found / seconds, found / steps / count
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
     source: str | None = None  # the source of its drafts; None: it has none
     asked: int = 0  # drafts that the source was to propose; 0: it proposed none
     accepted: int = 0
+    waited: bool = False  # the GPU waited for the host to launch a plain step, as after a pass
 
 
 class DraftSource:
@@ -283,7 +284,7 @@ class DraftControl:
             spent = times.add(max(asked), seconds, plain.median)
             lost = spent / plain.median - mean
             self.count_accepted(outcomes, pays=lost < 0)
-        elif any(outcome.source for outcome in outcomes):
+        elif not plain.is_due and any(outcome.source or outcome.waited for outcome in outcomes):
             lost = min(seconds / plain.median, MAX_DEBT) - mean
         else:
             plain.add(seconds)

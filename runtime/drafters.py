@@ -183,6 +183,7 @@ class DraftModel(Session):
             model.head = part_of_head(whole, ids, V)
         options = replace(target.options, runner_class=self.runner_class, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
+        self.joins_greedy = False  # `choose_tokens` makes no distributions then
         self.target, self.least = target, least
         is_part = model.head is not whole
         self.vocab_rows = rows_of_ids(ids, V, self.device) if is_part else None

@@ -150,7 +150,7 @@ class FusedRunner(CompiledRunner):
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = can_begin_fused(model, layers.values())
         ends_fused = self.head is not None and self.head.norm is not None
-        self.shares_host_memory = can_launch(model.norm.weight)
+        self.chooses_by_kernels = can_launch(model.norm.weight)
         has_mixers = any(layer.mixers for layer in layers.values())
         self.compiles_steps = not (self.begins_fused and ends_fused) or has_mixers
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)

@@ -26,8 +26,9 @@ class EagerRunner(Runner):
     # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
     runs_long_chunks = False  # a prompt alone may run in chunks of more than PREFILL_CHUNK tokens
-    # Passes are kernels that read drafts in the host's memory, and write what they give there.
-    shares_host_memory = False
+    # Kernels choose tokens, and verify drafts. They read from the device how a row samples, and
+    # those of passes read drafts in the host's memory, and write there what they give.
+    chooses_by_kernels = False
     compiles_steps = True  # a step of a new kind takes Inductor seconds, if steps are compiled
 
     def __init__(self, model: Transformer):

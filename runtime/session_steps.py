@@ -102,6 +102,7 @@ class DecodeSteps(SessionRows):
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)
+        self.joins_greedy = self.runner.chooses_by_kernels and options.sample_rule is sample
         self.edit_step = edit_logits
         if options.compile:
             self.edit_step = compiled(edit_logits, dynamic=False)
@@ -116,7 +117,7 @@ class DecodeSteps(SessionRows):
 
         A copy to the device or back costs 11 us on an H200: the next graph waits for it.
         """
-        pinned = self.runner.shares_host_memory
+        pinned = self.runner.chooses_by_kernels
         device = "cpu" if pinned else self.device
         return torch.zeros(*shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
@@ -138,8 +139,13 @@ class DecodeSteps(SessionRows):
         self.details: list[Details] = []
 
     def candidates(self, sampling: Sampling) -> int:
-        """Return among how many of the likeliest tokens a step chooses; 0 is greedy."""
-        return sampling.candidates(self.seen.shape[1])
+        """Return among how many of the likeliest tokens a step chooses; 0 is greedy.
+
+        If `joins_greedy`, greedy is among MAX_CANDIDATES with a top_k of 1: one captured step.
+        """
+        vocabulary = self.seen.shape[1]
+        few = min(MAX_CANDIDATES, vocabulary) if self.joins_greedy else 0
+        return sampling.candidates(vocabulary) or few
 
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""

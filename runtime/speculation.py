@@ -125,6 +125,8 @@ class Speculation:
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
         self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)  # row 0's
+        if self.drafter.q is not None:  # greedy drafts have none
+            session.joins_greedy = False
         # Of each row, if the session has several.
         self.lookups = [LookupDrafter(session, draft_tokens, n) for n in range(session.batch)]
         if isinstance(self.drafter, LookupDrafter):
@@ -137,7 +139,7 @@ class Speculation:
         size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass; of several sequences, of all
         self.result = session.shared_integers(size)
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
-        self.ended = torch.cuda.Event() if session.runner.shares_host_memory else None
+        self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
         self.captures_later = False  # see `capture_later`
         self.uncaptured: deque[tuple[int, int, int]] = deque()  # passes, as of `warm_up`
@@ -377,11 +379,12 @@ class Speculation:
             )
             return
         tried = [None if self.in_flight or not asked[n] else sources[n] for n in rows]
+        waited = self.overlaps and not self.in_flight
         goes_on = not any(asked) and min(left) > 1
         self.in_flight = self.in_flight or self.launch(candidates, len(left), size)
         self.begun = Begun(
             lambda: self.take_step(candidates, len(left), size, goes_on),
-            lambda found: [Outcome(source) for source in tried],
+            lambda found: [Outcome(source, waited=waited) for source in tried],
             False,
         )
 

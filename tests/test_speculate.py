@@ -621,6 +621,22 @@ def test_a_chat_captures_its_passes_between_answers(no_compiler, hybrid_director
     assert isinstance(found, Session)
 
 
+def test_greedy_and_sampled_answers_share_steps_where_kernels_choose(no_compiler, make, plain):
+    """A greedy one has a top_k of 1: a server captures 16 steps and 8 passes less."""
+    for source in ("lookup", "twin"):
+        speculation = make(source, 3, compile=True)
+        session = speculation.session
+        session.joins_greedy = source == "lookup"  # a draft model's distributions are not greedy
+        few = session.seen.shape[1]
+        sampled = Sampling(temperature=1.0, top_k=20)
+        assert session.candidates(GREEDY) == (few if source == "lookup" else 0)
+        assert list(speculation.stream(PROMPT, 20, GREEDY)) == plain(PROMPT, 20)
+        steps, passes = len(session.steps), len(speculation.steps)
+        list(speculation.stream(PROMPT, 20, sampled))
+        joined = (len(session.steps), len(speculation.steps)) == (steps, passes)
+        assert joined == session.joins_greedy
+
+
 def test_auto_on_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr("generate.process_group.size", lambda: 2)
     options = build_parser().parse_args(["--speculate", "auto"])
