@@ -13,6 +13,7 @@ from test_sequence_state import KINDS
 from test_speculate import chi_square, exact_answers, small_model
 
 from generate import load_model
+from runtime.draft_control import FixedDrafts
 from runtime.drafting_batch import DraftingBatch
 from runtime.loading import load_head
 from runtime.sampling import NotFiniteError, Sampling
@@ -410,6 +411,54 @@ def test_sampled_text_keeps_its_distribution(right, monkeypatch):
     except AssertionError:  # a token of probability 0
         off = 2.0
     assert (off <= 1) == right
+
+
+def test_the_next_pass_is_in_flight_while_tokens_are_handled():
+    """The reader of a batch's tokens, and its next prompt, do not wait for it."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY), ([9, 8] * 6, 20, GREEDY)]
+    expected = answers_alone("plain", requests)
+    texts = [ids + answer for (ids, *_), answer in zip(requests, expected, strict=True)]
+    batch = open_batch(make_session(rows=2), texts, overlaps=True)
+    speculation = batch.speculation
+    speculation.control = control = FixedDrafts(LIMIT)
+    control.has_left = False
+    for count in (3, 20, 11):  # the caller ends an answer within passes, and begins the next one
+        for request, answer in zip(requests, expected, strict=True):
+            found, sequence, recorded = [], batch.start(*request), []
+            control.record = lambda outcomes, seconds, to=recorded: to.append(seconds)
+            while len(found) < count:
+                batch.prefill()
+                begun = speculation.begun
+                assert len(found) < 2 or begun and begun.is_pass
+                found += [token.token for token in batch.step() if token.sequence is sequence]
+            batch.end(sequence)
+            assert found[:count] == answer[:count] and recorded
+    assert not batch.count
+
+
+def test_the_time_of_an_idle_server_is_no_time_of_a_pass():
+    """Its answer ended at a stop text, and the pass in flight is not waited for."""
+    ids = [5, 6, 7, 8] * 5
+    (answer,) = answers_alone("plain", [(ids, 40, GREEDY)])
+    batch, times = open_batch(make_session(rows=2), [ids + answer], overlaps=True), []
+    batch.speculation.control = control = FixedDrafts(2)
+    control.has_left = False
+    control.record = lambda outcomes, seconds: times.append(seconds)
+    for _ in range(2):
+        sequence = batch.start(ids, 40, GREEDY)
+        tokens = 0
+        while tokens < 7:
+            batch.prefill()
+            tokens += len(batch.step())
+        batch.end(sequence)
+        assert batch.speculation.begun and not batch.count
+        count = len(times)
+        batch.start(ids[:9], 1, GREEDY)
+        batch.prefill()
+        assert len(times) == count and not batch.speculation.begun
+        while batch.count:
+            for token in batch.step():
+                batch.end(token.sequence)
 
 
 def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
