@@ -113,8 +113,8 @@ def test_any_numbers_of_drafts_leave_greedy_text_as_it_is(
         assert list(speculation.stream(ids, 60, GREEDY)) == expected
         assert list(speculation.stream([*ids, *expected[:50]], 10, GREEDY)) == expected[50:]
     made = control.passes_made
-    for (_, asked, accepted), after in itertools.pairwise(made):
-        if asked and not after[1]:
+    for (_, asked, accepted, _), after in itertools.pairwise(made):
+        if asked and not after.asked:
             seen.add("none" if not accepted else "all" if accepted == asked else "some")
     assert seen, "no plain step came after drafts"
     assert draft != "twin" or "all" in seen
@@ -143,8 +143,8 @@ def test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is(
     made = control.passes_made
     followed = {  # source, some or all accepted, of passes before a plain step
         (source, "all" if accepted == asked else "some" if accepted else "none")
-        for (source, asked, accepted), after in itertools.pairwise(made)
-        if asked and not after[1]
+        for (source, asked, accepted, _), after in itertools.pairwise(made)
+        if asked and not after.asked
     }
     assert {(MODEL, "all"), (MODEL, "some"), (MODEL, "none"), (LONG, "all")} <= followed
 

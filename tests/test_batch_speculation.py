@@ -76,7 +76,7 @@ class Notes(AnyNumber):
         drafting = [each for each in outcomes if each.asked]
         self.has_left = any(each.accepted for each in drafting)
         self.seen[f"{len(drafting)} of {len(outcomes)}"] += 1
-        for _, asked, accepted in drafting:
+        for _, asked, accepted, _ in drafting:
             self.seen["none" if not accepted else "all" if accepted == asked else "some"] += 1
 
 
