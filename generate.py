@@ -587,8 +587,9 @@ def chat(
     turns.silent = not process_group.is_main()
     for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
-        while isinstance(session, Speculation) and session.capture_next():
-            pass  # the user reads the answer meanwhile
+        with suppress(KeyboardInterrupt):  # as at the prompt, which comes after it
+            while isinstance(session, Speculation) and session.capture_next():
+                pass  # the user reads the answer meanwhile
 
 
 @command(fail, out_of_memory=OUT_OF_MEMORY)

@@ -150,7 +150,7 @@ class DraftingBatch(Batch):
     def finish_pass(self) -> None:
         """Wait for the pass that was begun, if any; keep the tokens of those that still run."""
         if not any(sequence.row is not None for sequence in self.passing):
-            self.speculation.begun = None  # a server may have been idle since: that is no time of it
+            self.speculation.begun = None  # a server may have been idle since
         if not self.speculation.begun:
             return
         found = self.speculation.run_rows(*self.pass_arguments())

@@ -429,7 +429,7 @@ def test_the_next_pass_is_in_flight_while_tokens_are_handled():
             while len(found) < count:
                 batch.prefill()
                 begun = speculation.begun
-                assert len(found) < 2 or begun and begun.is_pass
+                assert len(found) < 2 or (begun and begun.is_pass)
                 found += [token.token for token in batch.step() if token.sequence is sequence]
             batch.end(sequence)
             assert found[:count] == answer[:count] and recorded

@@ -114,9 +114,9 @@ def _find_best(
         tl.store(crowded + row, 0)
 
 
-# Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all. But first the largest of them
-# is compared with the largest of each group, which it is mostly far below: then none of them is
-# among the top_k. crowded: set if a group's last key is.
+# Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all. Before that, the largest of
+# them is compared with that of each group, and is mostly far below: then none of them is among the
+# top_k. crowded: set if a group's last key is.
 @jit(do_not_specialize=("each",))
 def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(1)
