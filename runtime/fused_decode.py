@@ -149,10 +149,7 @@ class FusedRunner(CompiledRunner):
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = can_begin_fused(model, layers.values())
-        ends_fused = self.head is not None and self.head.norm is not None
         self.chooses_by_kernels = can_launch(model.norm.weight)
-        has_mixers = any(layer.mixers for layer in layers.values())
-        self.compiles_steps = not (self.begins_fused and ends_fused) or has_mixers
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile_few(last_norm)
@@ -256,6 +253,18 @@ class FusedRunner(CompiledRunner):
         share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
+
+    @property
+    def compiles_passes(self) -> bool:
+        ends_fused = self.head is not None and self.head.norm is not None
+        if not (self.begins_fused and ends_fused and self.takes_tokens(MAX_FEW)):
+            return True
+        weight = self.model.embedding.weight
+        positions = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
+        x = weight.new_empty(1, 2, weight.shape[1])
+        context = Context(x, positions=positions, last=positions[:, 0])
+        layers = self.layers.values()
+        return any(one.mixers or not is_all_kernels(one, x, context) for one in layers)
 
     def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
         """Begin by kernels, if those of all layers run: then none reads masks."""

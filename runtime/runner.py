@@ -29,10 +29,14 @@ class EagerRunner(Runner):
     # Kernels choose tokens, and verify drafts. They read from the device how a row samples, and
     # those of passes read drafts in the host's memory, and write there what they give.
     chooses_by_kernels = False
-    compiles_steps = True  # a step of a new kind takes Inductor seconds, if steps are compiled
 
     def __init__(self, model: Transformer):
         self.model = model
+
+    @property
+    def compiles_passes(self) -> bool:
+        """Whether Inductor compiles a part of passes, if they are compiled: for seconds each."""
+        return True
 
     def can_capture(self, tokens: int) -> bool:
         """Whether a call of this many tokens can be captured as CUDA graphs.

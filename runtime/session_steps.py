@@ -109,8 +109,8 @@ class DecodeSteps(SessionRows):
 
     @property
     def captures_fast(self) -> bool:
-        """Whether another step is captured in tenths of a second: Inductor compiles no part."""
-        return self.captured and not self.runner.compiles_steps
+        """Whether a pass is captured in tenths of a second: Inductor compiles no part of it."""
+        return self.captured and not self.runner.compiles_passes
 
     def shared_integers(self, *shape: int) -> Tensor:
         """Return int64 zeros between the host and passes: in pinned memory, or on the device.

@@ -14,11 +14,11 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from without_gpu import run_without_gpu
 
-from generate import load_model
+from generate import embedded_checkpoint, load_model
 from models.layers.gated_delta_net import DeltaState
 from ops.step import draft_check, token_draw
 from runtime.fused_decode import FusedRunner
-from runtime.runner import CompiledRunner
+from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -215,6 +215,27 @@ def test_a_pass_has_five_kernels_beside_the_model(sampling, rows, drafts, make_f
     with CountOperators() as operators:
         speculation.verify(rows, drafts, session.candidates(sampling))
     assert len(operators.found) > len(names)
+
+
+def test_passes_are_captured_fast_where_all_of_them_is_kernels(monkeypatch):
+    """A layer, a head or a norm without a kernel is compiled by Inductor, for seconds."""
+    session = Session(load_model(embedded_checkpoint(), "cpu"), 128)
+    runner = FusedRunner(session.model)
+    assert runner.compiles_passes and not session.captures_fast  # no kernel runs on a CPU
+    monkeypatch.setattr("runtime.fused_decode.is_all_kernels", lambda *_: True)
+    assert not runner.compiles_passes
+    session.runner, session.captured = runner, True
+    assert session.captures_fast
+    layer = next(iter(runner.layers.values()))
+    for holder, name, value in (
+        *((runner, "head", None), (runner, "begins_fused", False), (runner.head, "norm", None)),
+        (layer, "mixers", [None]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, value)
+            assert runner.compiles_passes
+    others = EagerRunner(session.model), CompiledRunner(session.model)
+    assert all(other.compiles_passes for other in others)
 
 
 class CountOperators(TorchDispatchMode):
