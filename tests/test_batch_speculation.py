@@ -359,7 +359,7 @@ def test_counts_are_those_of_each_sequence():
         if tokens == 40:
             batch.end(sequence)
     made = batch.speculation.control.passes_made
-    assert sequence.drafted == sum(asked for _, asked, _ in made) > sequence.accepted > 0
+    assert sequence.drafted == sum(outcome.asked for outcome in made) > sequence.accepted > 0
     # The prompt's token, and one of each pass; the last may have been one too many.
     assert 1 + len(made) + sequence.accepted - tokens in (0, 1)
 
