@@ -213,7 +213,7 @@ def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     for seed in range(total):
         speculation.is_plain = lambda sampling: False
         found[tuple(speculation.stream(ids, 3, replace(sampling, seed=seed)))] += 1
-    sources = Counter(source for source, asked, _ in control.passes_made if asked)
+    sources = Counter(outcome.source for outcome in control.passes_made if outcome.asked)
     assert sources[LONG] > 60 and sources[MODEL if other else SHORT] > 20
     try:
         off = chi_square(found, expected, total)
