@@ -75,7 +75,12 @@ from runtime.loading import (
 from runtime.mtp import check_mtp_drafts
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
-from runtime.speculation import DRAFT_TOKENS, Speculation, check_drafting
+from runtime.speculation import (
+    DRAFT_TOKENS,
+    Speculation,
+    capture_between_answers,
+    check_drafting,
+)
 from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
 from tokenizer import Tokenizer, load_tokenizer
@@ -445,7 +450,7 @@ def prepare_session(
         return session
     speculation = speculate(options, checkpoint, session, kind, drafter)
     if options.interactive:
-        speculation.capture_later()
+        capture_between_answers(speculation)
     return speculation
 
 
@@ -588,7 +593,7 @@ def chat(
     for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
         with suppress(KeyboardInterrupt):  # as at the prompt, which comes after it
-            while isinstance(session, Speculation) and session.capture_next():
+            while isinstance(session, Speculation) and session.captures.capture_next():
                 pass  # the user reads the answer meanwhile
 
 

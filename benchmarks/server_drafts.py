@@ -59,11 +59,11 @@ def measure(options: argparse.Namespace) -> None:
     options.batch = max(COUNTS)
     session = open_session(args, options, device)
     drafting = DraftingBatch(Speculation(session, auto=True))
-    plain, seconds = Batch(session), []
+    captures, plain, seconds = drafting.speculation.captures, Batch(session), []
     start = time.perf_counter()
     for count in COUNTS:  # what `prepare` does, but for steps that this does not take
         for sampling in WAYS.values():
-            drafting.speculation.warm_up_all(session.candidates(sampling), count)
+            captures.prepare(session.candidates(sampling), count)
     print(f"steps ready after {time.perf_counter() - start:.1f} s", flush=True)
     found: dict[tuple, list[tuple[float, float]]] = {}
 
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
     free, goes_on = free_gpu_memory(device), True
     while goes_on:
         start = time.perf_counter()
-        goes_on = drafting.prepare_next()
+        goes_on = captures.capture_next()
         seconds.append(time.perf_counter() - start)
     times, size = ", ".join(f"{spent:.2f}" for spent in seconds), free - free_gpu_memory(device)
     print(f"{len(seconds)} passes captured in {times} s; {size / 1e6:.0f} MB", flush=True)

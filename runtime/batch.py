@@ -132,10 +132,6 @@ class Batch:
                     self.end(token.sequence)
         session.reset()
 
-    def prepare_next(self) -> bool:
-        """Do a part of what `prepare` left for times without sequences; return whether more is."""
-        return False
-
     def prepare_prompts(self) -> None:
         """Run two chunks of each size, the second over a cache in use; then forget them.
 
@@ -239,7 +235,7 @@ class Batch:
 
         Afterwards it is `prefilling`, unless decode steps run its prompt.
         """
-        if not self.may_admit():
+        if not may_admit(self):
             return False
         others = sum(1 for other in self.rows if other)
         session, sequence = self.session, self.waiting.popleft()
@@ -262,10 +258,6 @@ class Batch:
             stepped = False
         self.prefilling = None if stepped else (sequence, chunks)
         return True
-
-    def may_admit(self) -> bool:
-        """Whether a sequence waits for a row, and may have one."""
-        return bool(self.waiting) and sum(1 for other in self.rows if other) < self.max_batch
 
     def take_row(self, ids: Sequence[int]) -> int:
         """Return the first idle row, with the longest prefix of these tokens that any row has.
@@ -407,3 +399,8 @@ class Batch:
                     self.end(sequence)
                     self.arrived.append(NewToken(sequence, NOT_FINITE, None, error))
         self.session.edits.allowed.copy_(self.masks, non_blocking=True)
+
+
+def may_admit(batch: Batch) -> bool:
+    """Return whether a sequence waits for a row, and may have one."""
+    return bool(batch.waiting) and sum(1 for row in batch.rows if row) < batch.max_batch

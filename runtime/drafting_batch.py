@@ -7,8 +7,8 @@ recurrent state takes in the accepted ones in that step (runtime/sequence_state.
 
 import time
 
-from runtime.batch import WAYS, Batch, Launched, NewToken, Running
-from runtime.speculation import Speculation
+from runtime.batch import WAYS, Batch, Launched, NewToken, Running, may_admit
+from runtime.speculation import Speculation, capture_between_answers
 
 
 class DraftingBatch(Batch):
@@ -21,7 +21,7 @@ class DraftingBatch(Batch):
         self.speculation = speculation
         super().__init__(speculation.session, max_batch)
         speculation.sizes = self.sizes
-        speculation.capture_later()
+        capture_between_answers(speculation)
 
     def forget(self) -> None:
         super().forget()
@@ -37,10 +37,7 @@ class DraftingBatch(Batch):
         if self.session.compiled:
             for size in self.sizes:
                 for sampling in WAYS if self.speculation.counts(size) else ():
-                    self.speculation.warm_up_all(self.session.candidates(sampling), size)
-
-    def prepare_next(self) -> bool:
-        return self.speculation.capture_next()
+                    self.speculation.captures.prepare(self.session.candidates(sampling), size)
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
@@ -60,7 +57,7 @@ class DraftingBatch(Batch):
             self.begin_pass(sequences)
         self.finish_pass()
         sequences = self.drafting_sequences()
-        if self.overlaps and sequences and not (self.may_admit() or self.speculation.in_flight):
+        if self.overlaps and sequences and not (may_admit(self) or self.speculation.in_flight):
             self.begin_pass(sequences)
         arrived, self.arrived = self.arrived, []
         return arrived
@@ -70,7 +67,7 @@ class DraftingBatch(Batch):
 
         A head needs that. It is for one row. Rows may move, so that no pass may be in flight.
         """
-        if not self.may_admit():
+        if not may_admit(self):
             return False
         begun, first = self.speculation.begun, self.waiting[0]
         if begun and begun.is_pass:
@@ -102,7 +99,7 @@ class DraftingBatch(Batch):
         if not any(sequence.drafts for sequence in sequences):
             return []
         size, candidates = self.size_of(sequences), self.candidates_of(sequences)
-        if not self.speculation.most_ready(size, candidates):
+        if not self.speculation.captures.most_ready(size, candidates):
             return []
         for one in sequences:
             is_past_prompt = self.session.cached[one.row] >= len(one.ids)

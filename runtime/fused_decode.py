@@ -254,18 +254,6 @@ class FusedRunner(CompiledRunner):
         x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
 
-    @property
-    def compiles_passes(self) -> bool:
-        ends_fused = self.head is not None and self.head.norm is not None
-        if not (self.begins_fused and ends_fused and self.takes_tokens(MAX_FEW)):
-            return True
-        weight = self.model.embedding.weight
-        positions = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
-        x = weight.new_empty(1, 2, weight.shape[1])
-        context = Context(x, positions=positions, last=positions[:, 0])
-        layers = self.layers.values()
-        return any(one.mixers or not is_all_kernels(one, x, context) for one in layers)
-
     def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
         """Begin by kernels, if those of all layers run: then none reads masks."""
         launch = partial(begin_rows, tokens, span, model.embedding.weight, model.rope_table)

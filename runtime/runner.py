@@ -33,11 +33,6 @@ class EagerRunner(Runner):
     def __init__(self, model: Transformer):
         self.model = model
 
-    @property
-    def compiles_passes(self) -> bool:
-        """Whether Inductor compiles a part of passes, if they are compiled: for seconds each."""
-        return True
-
     def can_capture(self, tokens: int) -> bool:
         """Whether a call of this many tokens can be captured as CUDA graphs.
 

@@ -20,7 +20,7 @@ from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from ops.plain.pending import MAX_TENTATIVE
 from runtime.graphs import CapturedStep, run_on_host
-from runtime.kernel_choice import choose_runner, describe_kernels
+from runtime.kernel_choice import choose_runner, describe_kernels, passes_are_kernels
 from runtime.logit_edits import edit_logits
 from runtime.memory import PREFILL_CHUNK, choose_chunk, free_gpu_memory
 from runtime.outbox import Outbox
@@ -110,7 +110,7 @@ class DecodeSteps(SessionRows):
     @property
     def captures_fast(self) -> bool:
         """Whether a pass is captured in tenths of a second: Inductor compiles no part of it."""
-        return self.captured and not self.runner.compiles_passes
+        return self.captured and passes_are_kernels(self.runner)
 
     def shared_integers(self, *shape: int) -> Tensor:
         """Return int64 zeros between the host and passes: in pinned memory, or on the device.

@@ -12,10 +12,7 @@ Up to four sequences may share a pass. It is as wide as the one with most drafts
 after their own drafts are padding.
 """
 
-import itertools
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -31,12 +28,12 @@ from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
 from runtime.fused_decode import FusedRunner, launch_pass
 from runtime.mtp import MIN_OF_HEAD, MTPDrafter
-from runtime.sampling import MAX_CANDIDATES, NOT_FINITE, NotFiniteError, Sampling
+from runtime.pass_captures import PassCaptures
+from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
 from runtime.transfers import Upload, read_later
 
-log = logging.getLogger("moe_fast")
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
 SHARED_TOKENS = 8  # most tokens of a pass of several sequences, padding included
@@ -141,9 +138,7 @@ class Speculation:
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
-        self.captures_later = False  # see `capture_later`
-        self.uncaptured: deque[tuple[int, int, int]] = deque()  # passes, as of `warm_up`
-        self.expected: set[tuple[int, int, int]] = set()  # those that were in there
+        self.captures = PassCaptures(session, self.counts, self.warm_up, self.steps)
         self.sizes: Sequence[int] = (1,)  # rows that passes may have
         session.launch_more = partial(launch_passes, self)
         self.overlaps = session.captured
@@ -209,53 +204,6 @@ class Speculation:
                 self.steps[key] = make()
         return self.steps[key]
 
-    def warm_up_all(self, candidates: int, rows: int = 1) -> None:
-        """Compile and capture the plain step, and the pass of each number of drafts.
-
-        After `capture_later` passes are left to `capture_next`. Those that choose among all tokens
-        are never captured then: Inductor compiles their verification for seconds each.
-        """
-        self.session.warm_up(candidates, rows)
-        keys = [(count, candidates, rows) for count in self.counts(rows)]
-        if not self.captures_later:
-            for key in keys:
-                self.warm_up(*key)
-        elif candidates <= MAX_CANDIDATES:
-            self.uncaptured += [key for key in keys if key not in self.expected]
-            self.expected.update(keys)
-
-    def capture_later(self) -> None:
-        """Let `capture_next` capture passes between answers, if each takes tenths of a second.
-
-        An answer has the drafts of the passes that are there. A head or a draft model is compiled,
-        for longer, and passes of `lookup` must be there: these are captured before an answer.
-        """
-        is_lookup = isinstance(self.drafter, LookupDrafter)
-        self.captures_later = self.auto and is_lookup and self.session.captures_fast
-
-    def capture_next(self) -> bool:
-        """Capture one of the passes that are left; return whether there are more.
-
-        A pass that cannot be captured, for want of memory, is the last one: answers go on with
-        those that are there.
-        """
-        if not self.uncaptured:
-            return False
-        try:
-            self.warm_up(*self.uncaptured.popleft())
-        except RuntimeError as error:
-            self.uncaptured.clear()
-            log.warning("no more passes with drafts are captured: %s", f"{error}\n".splitlines()[0])
-        return bool(self.uncaptured)
-
-    def most_ready(self, rows: int, candidates: int) -> int:
-        """Return the most drafts that a pass of the first rows may have now."""
-        counts = self.counts(rows)
-        if not self.captures_later:
-            return counts.stop - 1
-        ready = itertools.takewhile(lambda n: (rows, n, candidates) in self.steps, counts)
-        return max(ready, default=0)
-
     def stream_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
     ) -> Iterator[list[int]]:
@@ -287,7 +235,7 @@ class Speculation:
         if max_new_tokens == 0:
             return
         candidates, session.edited = session.candidates(sampling), False
-        self.warm_up_all(candidates)
+        self.captures.prepare(candidates)
         self.drafter.start_prompt(ids, sampling)
         number = session.start_prompts([ids], sampling)
         self.in_flight = self.begun = None
@@ -358,7 +306,7 @@ class Speculation:
         rows, size = range(len(left)), size or len(left)
         may_draft = drafts or [True] * len(left)
         sources = [self.drafter_of(n).source() if may_draft[n] else None for n in rows]
-        most = self.most_ready(size, candidates)
+        most = self.captures.most_ready(size, candidates)
         asked = self.control.choose(sources if most else [None for _ in rows], most)
         counts = [0 for _ in rows]
         if any(asked) and not self.in_flight:
@@ -444,6 +392,17 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
     """Return where a pass of the first rows has `count` drafts of each, [rows, count]."""
     drafts = speculation.drafter.drafts if rows == 1 else speculation.drafts[:rows]
     return drafts[:, :count]
+
+
+def capture_between_answers(speculation: Speculation) -> None:
+    """Capture passes between answers from now on, if they are automatic and each takes 0.2 s.
+
+    Those of a head or a draft model are compiled, for longer. A fixed number of drafts is due from
+    the first token on.
+    """
+    is_lookup = isinstance(speculation.drafter, LookupDrafter)
+    waits = speculation.auto and is_lookup and speculation.session.captures_fast
+    speculation.captures.waits = waits
 
 
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:

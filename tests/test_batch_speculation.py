@@ -18,7 +18,7 @@ from runtime.drafting_batch import DraftingBatch
 from runtime.loading import load_head
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
-from runtime.speculation import Speculation
+from runtime.speculation import Speculation, capture_between_answers
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LIMIT = 4
@@ -284,10 +284,10 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
     batch = open_batch(Session(load_model(directory, "cpu"), 128, options), texts)
     if compiled:  # what these answers need
         for size in (1, 2, 4):
-            batch.speculation.warm_up_all(0, size)
+            batch.speculation.captures.prepare(0, size)
     else:
         batch.prepare()
-        while batch.prepare_next():
+        while batch.speculation.captures.capture_next():
             pass
         made = {(rows, count) for rows, count, _ in batch.speculation.steps}
         assert made == {*((1, n) for n in range(1, LIMIT + 1)), (2, 1), (2, 2), (2, 3), (4, 1)}
@@ -464,7 +464,7 @@ def test_the_time_of_an_idle_server_is_no_time_of_a_pass():
 def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
     """Return a batch as on a GPU, whose passes are captured between answers."""
     batch = open_batch(make_session(kind, rows, compile=True), texts)
-    batch.speculation.captures_later = True
+    batch.speculation.captures.waits = True
     batch.prepare()
     return batch
 
@@ -483,18 +483,18 @@ def test_passes_are_captured_between_answers(kind, no_compiler):
             before = dict(speculation.steps)
             assert run(batch, requests) == expected
             assert speculation.control.seen["1 of 1"] and speculation.steps == before
-        goes_on = batch.prepare_next()
+        goes_on = batch.speculation.captures.capture_next()
         captured += 1
     # Passes of one row, of two, which may have 3 drafts, and of four; greedy and sampled.
     assert captured == len(speculation.steps) == 2 * (4 + 3 + 1)
-    assert not batch.prepare_next()
+    assert not batch.speculation.captures.capture_next()
 
 
 def test_no_pass_among_all_tokens_is_captured_between_answers(no_compiler, monkeypatch):
     """Inductor compiles its verification: such an answer has plain steps."""
-    monkeypatch.setattr("runtime.speculation.MAX_CANDIDATES", 10)  # less than the vocabulary
+    monkeypatch.setattr("runtime.pass_captures.MAX_CANDIDATES", 10)  # less than the vocabulary
     batch = open_later()
-    while batch.prepare_next():
+    while batch.speculation.captures.capture_next():
         pass
     speculation = batch.speculation
     assert {candidates for _, _, candidates in speculation.steps} == {0}
@@ -512,13 +512,15 @@ def test_what_captures_its_passes_between_answers(no_compiler, monkeypatch):
         session = make_session(rows=1, compile=True)
         batch = DraftingBatch(Speculation(session, LIMIT, auto=auto))
         batch.prepare()
-        assert batch.speculation.captures_later == batch.prepare_next() == later
+        assert (
+            batch.speculation.captures.waits == batch.speculation.captures.capture_next() == later
+        )
         assert bool(batch.speculation.steps) != later or len(batch.speculation.steps) == 1
     monkeypatch.setattr(Session, "captures_fast", True)
     session, draft = make_session(rows=1, compile=True), make_session(rows=1).model
     speculation = Speculation(session, draft=draft, auto=True)
-    speculation.capture_later()
-    assert not speculation.captures_later
+    capture_between_answers(speculation)
+    assert not speculation.captures.waits
 
 
 def test_a_pass_that_does_not_fit_into_memory_is_the_last_one(no_compiler, monkeypatch, caplog):
@@ -527,7 +529,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_the_last_one(no_compiler, monke
     expected = answers_alone("plain", requests)
     batch = open_later(rows=1, texts=[requests[0][0] + expected[0]])
     speculation, session = batch.speculation, batch.session
-    assert batch.prepare_next() and batch.prepare_next()
+    assert batch.speculation.captures.capture_next() and batch.speculation.captures.capture_next()
 
     def fail(*_) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
@@ -535,9 +537,12 @@ def test_a_pass_that_does_not_fit_into_memory_is_the_last_one(no_compiler, monke
     verify = speculation.verify_pass
     kept = [tensor.clone() for tensor in session.state]
     monkeypatch.setattr(speculation, "verify_pass", fail)
-    assert not batch.prepare_next() and "Tried to allocate" in caplog.text
+    assert not batch.speculation.captures.capture_next() and "Tried to allocate" in caplog.text
     monkeypatch.setattr(speculation, "verify_pass", verify)
-    assert not batch.prepare_next() and sorted(speculation.steps) == [(1, 1, 0), (1, 2, 0)]
+    assert not batch.speculation.captures.capture_next() and sorted(speculation.steps) == [
+        (1, 1, 0),
+        (1, 2, 0),
+    ]
     assert all(map(torch.equal, kept, session.state))
     assert session.before_edit == batch.write_masks  # grammars are followed
     assert run(batch, requests) == expected and speculation.control.seen["1 of 1"]

@@ -436,11 +436,11 @@ def test_a_batch_in_fused_kernels_drafts_with_passes_captured_between_answers(tm
     ]
     speculation = Speculation(fused, 3, auto=True)
     batch, seen = DraftingBatch(speculation), []
-    assert speculation.captures_later
+    assert speculation.captures.waits
     speculation.control = FixedDrafts(3)
     speculation.control.record = lambda outcomes, seconds: seen.append(outcomes)
     for size in (1, 2, 4):
-        speculation.warm_up_all(fused.candidates(GREEDY), size)
+        speculation.captures.prepare(fused.candidates(GREEDY), size)
 
     def answer(ends: tuple[int, ...]) -> None:
         found: dict = {batch.start(ids, 60, GREEDY): [] for ids in prompts}
@@ -458,7 +458,7 @@ def test_a_batch_in_fused_kernels_drafts_with_passes_captured_between_answers(tm
     answer((60, 60, 60))
     assert not any(outcome.asked for outcomes in seen for outcome in outcomes)
     captured, verify, calls = 0, speculation.verify, []
-    while batch.prepare_next():
+    while batch.speculation.captures.capture_next():
         captured += 1
         if captured == 4:
 

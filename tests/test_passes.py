@@ -18,6 +18,7 @@ from generate import embedded_checkpoint, load_model
 from models.layers.gated_delta_net import DeltaState
 from ops.step import draft_check, token_draw
 from runtime.fused_decode import FusedRunner
+from runtime.kernel_choice import passes_are_kernels
 from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
@@ -221,9 +222,9 @@ def test_passes_are_captured_fast_where_all_of_them_is_kernels(monkeypatch):
     """A layer, a head or a norm without a kernel is compiled by Inductor, for seconds."""
     session = Session(load_model(embedded_checkpoint(), "cpu"), 128)
     runner = FusedRunner(session.model)
-    assert runner.compiles_passes and not session.captures_fast  # no kernel runs on a CPU
-    monkeypatch.setattr("runtime.fused_decode.is_all_kernels", lambda *_: True)
-    assert not runner.compiles_passes
+    assert not passes_are_kernels(runner) and not session.captures_fast  # no kernel runs on a CPU
+    monkeypatch.setattr("runtime.kernel_choice.is_all_kernels", lambda *_: True)
+    assert passes_are_kernels(runner)
     session.runner, session.captured = runner, True
     assert session.captures_fast
     layer = next(iter(runner.layers.values()))
@@ -233,9 +234,9 @@ def test_passes_are_captured_fast_where_all_of_them_is_kernels(monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, value)
-            assert runner.compiles_passes
+            assert not passes_are_kernels(runner)
     others = EagerRunner(session.model), CompiledRunner(session.model)
-    assert all(other.compiles_passes for other in others)
+    assert not any(map(passes_are_kernels, others))
 
 
 class CountOperators(TorchDispatchMode):
