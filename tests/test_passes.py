@@ -185,6 +185,34 @@ def test_the_next_pass_runs_while_the_tokens_are_read(overlaps, make_family):
     assert at_pass == (ends[:5] if overlaps else ends[1:6])
 
 
+def test_the_host_waits_for_a_pass_before_it_writes_drafts(make_family, monkeypatch):
+    """Kernels read drafts where the host writes them, and a pass may be in flight, unread."""
+    events: list[str] = []
+
+    class Ended:
+        def record(self, stream) -> None:
+            events.append("record")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    session = Session(load_model(make_family("mixtral").directory, "cpu"), 128)
+    speculation = Speculation(session, 5)
+    speculation.drafter = drafter = ScriptedDrafter(session, [1] * 99, [(3, 0)])
+    speculation.ended, speculation.overlaps = Ended(), True
+    propose, verify = drafter.propose, speculation.verify
+    drafter.propose = lambda limit: (events.append("write"), propose(limit))[1]
+    speculation.verify = lambda *given: (events.append("pass"), verify(*given))
+    stream = speculation.stream(PROMPT, 9, GREEDY)
+    for _ in range(3):
+        next(stream)
+    stream.close()  # a pass is in flight
+    next(speculation.stream(PROMPT[:9], 9, GREEDY))
+    turn = ["wait", "write", "pass", "record"]
+    assert events == [*turn, "wait", *turn, "wait", *turn, *turn]
+
+
 # Beside the model ---------------------------------------------------------------------------------
 
 
