@@ -21,10 +21,11 @@ from cli.benchmark_options import add_measure_options
 from cli.parser import Parser
 from models.random_weights import architecture, first_layers, random_prompt
 from runtime.batch import STEPPED_PROMPT, Batch
+from runtime.draft_control import DraftControl
 from runtime.drafting_batch import DraftingBatch
 from runtime.memory import free_gpu_memory
 from runtime.sampling import Sampling
-from runtime.speculation import Speculation
+from runtime.speculation import DRAFT_TOKENS, Speculation
 
 WAYS = {"greedy": Sampling(0.0), "temperature 1": Sampling(1.0)}
 COUNTS = 1, 2, 4  # answers side by side
@@ -66,10 +67,13 @@ def measure(options: argparse.Namespace) -> None:
             captures.prepare(session.candidates(sampling), count)
     print(f"steps ready after {time.perf_counter() - start:.1f} s", flush=True)
     found: dict[tuple, list[tuple[float, float]]] = {}
+    controls: dict[tuple, DraftControl] = {}  # a text that won may lose a part of that in the next
 
     def answer(batches: dict[str, Batch], seed: int) -> None:
         for count in COUNTS:
             for way, sampling in WAYS.items():
+                control = controls.setdefault((count, way), DraftControl(DRAFT_TOKENS))
+                drafting.speculation.control = control
                 for name, batch in batches.items():
                     rate = decode(batch, count, sampling, seed, options)
                     if seed:  # the first one loads code
