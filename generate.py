@@ -497,7 +497,7 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
     experts are left out: those of drafts evict others. A compiled session drafts in a chat
-    alone, which captures passes between answers: an H200 decodes 600 to 800 tokens in the time of
+    alone, which captures passes between answers: an H200 decodes 500 to 800 tokens in the time of
     four captures. Raises ValueError as `check_clocks`.
     """
     kind, ranks = options.speculate, process_group.size()
