@@ -124,13 +124,13 @@ def step_lines(steps: dict[int, tuple[float, float, int]], ceiling: float) -> li
 
 
 class RandomDrafter:
-    """Drafts random tokens, with the work of a lookup: a copy from the host."""
+    """Drafts random tokens, where a lookup writes its own."""
 
     q = None
 
     def __init__(self, session: Session, count: int):
         self.random, self.vocabulary = random.Random(0), session.model.args.vocab_size
-        self.drafts = torch.zeros(1, count, dtype=torch.int64, device=session.device)
+        self.drafts = session.shared_integers(1, count)
         self.upload = Upload(self.drafts)
 
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:

@@ -235,9 +235,9 @@ class Batch:
 
         Afterwards it is `prefilling`, unless decode steps run its prompt.
         """
-        others = sum(1 for other in self.rows if other)
-        if not self.waiting or others == self.max_batch:
+        if not may_admit(self):
             return False
+        others = sum(1 for other in self.rows if other)
         session, sequence = self.session, self.waiting.popleft()
         self.prefilling = sequence, iter(())
         row = sequence.row = self.take_row(sequence.ids)
@@ -399,3 +399,8 @@ class Batch:
                     self.end(sequence)
                     self.arrived.append(NewToken(sequence, NOT_FINITE, None, error))
         self.session.edits.allowed.copy_(self.masks, non_blocking=True)
+
+
+def may_admit(batch: Batch) -> bool:
+    """Return whether a sequence waits for a row, and may have one."""
+    return bool(batch.waiting) and sum(1 for row in batch.rows if row) < batch.max_batch

@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
     source: str | None = None  # the source of its drafts; None: it has none
     asked: int = 0  # drafts that the source was to propose; 0: it proposed none
     accepted: int = 0
+    waited: bool = False  # the GPU waited for the host to launch a plain step, as after a pass
 
 
 class DraftSource:
@@ -99,6 +100,7 @@ class PassTimes:
     def __init__(self, share: float):
         self.share = share
         self.seconds: dict[int, deque[float]] = {}
+        self.medians: dict[int, float] = {}  # of `seconds`
         self.met: set[int] = set()  # numbers that some pass had
 
     def expected(self, plain: float, limit: int) -> list[float]:
@@ -107,7 +109,7 @@ class PassTimes:
         Numbers that were not timed are expected at the least slope between those that were, so
         that they are tried: a curve may jump, and be flat before and after it.
         """
-        timed = {0: plain} | {n: median(self.seconds[n]) for n in sorted(self.seconds)}
+        timed = {0: plain} | self.medians
         slopes = [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(timed)]
         slope = max(0.0, min(slopes, default=EXPECTED_COST * self.share * plain))
         found: list[float] = []
@@ -123,21 +125,32 @@ class PassTimes:
 
         The first of its kind does not count if it took far longer: it may have loaded kernels.
         """
-        expected = self.expected(plain, asked)[asked]
-        if asked not in self.met and seconds > 3 * expected:
+        if asked not in self.met:
             self.met.add(asked)
-            return expected
-        self.met.add(asked)
-        times = self.seconds.setdefault(asked, deque(maxlen=WINDOW))
-        times.append(seconds)
-        return median(times)
+            expected = self.expected(plain, asked)[asked]
+            if seconds > 3 * expected:
+                return expected
+        if asked not in self.seconds:
+            self.seconds[asked] = deque(maxlen=WINDOW)
+        self.seconds[asked].append(seconds)
+        self.note_median(asked)
+        return self.medians[asked]
+
+    def note_median(self, count: int) -> None:
+        """Compute the median of a number's times anew. Numbers stay in rising order."""
+        is_new = count not in self.medians
+        self.medians[count] = median(self.seconds[count])
+        if is_new:
+            self.medians = dict(sorted(self.medians.items()))
 
     def forget_oldest(self) -> None:
         """Forget a time of each number: one that was wrong by chance is forgotten at last."""
         for n in list(self.seconds):
             self.seconds[n].popleft()
-            if not self.seconds[n]:
-                del self.seconds[n]
+            if self.seconds[n]:
+                self.note_median(n)
+            else:
+                del self.seconds[n], self.medians[n]
 
 
 class PlainSteps:
@@ -145,6 +158,7 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=PLAIN_WINDOW)
+        self.median = 0.0
         self.passes = 0  # with drafts, since the last plain step
 
     @property
@@ -155,10 +169,7 @@ class PlainSteps:
     def add(self, seconds: float) -> None:
         """Remember the seconds of a step."""
         self.seconds.append(seconds)
-        self.passes = 0
-
-    def median(self) -> float:
-        return median(self.seconds)
+        self.median, self.passes = median(self.seconds), 0
 
 
 class PassKind(NamedTuple):
@@ -197,7 +208,16 @@ class DraftControl:
     def times_of(self, rows: int, drafting: int, source: str | None) -> PassTimes:
         """Return the times of passes of a number of sequences, of which some have drafts."""
         kind = PassKind(rows, drafting, source if rows == 1 else None)
-        return self.times.setdefault(kind, PassTimes(drafting / rows))
+        if kind not in self.times:
+            self.times[kind] = PassTimes(drafting / rows)
+        return self.times[kind]
+
+    def source_of(self, row: int, rows: int, name: str) -> DraftSource:
+        """Return what is known of a source of drafts in a row's text, beside `rows` - 1 others."""
+        sources, key = self.rows[row], (rows, name)
+        if key not in sources:
+            sources[key] = DraftSource(self.limit)
+        return sources[key]
 
     def exchange(self, a: int, b: int) -> None:
         """Exchange the texts of two rows."""
@@ -212,7 +232,7 @@ class DraftControl:
         if all(source is None for source in sources) or plain.is_due:
             return [0] * len(sources)
         known = {
-            row: self.rows[row].setdefault((len(sources), source), DraftSource(self.limit))
+            row: self.source_of(row, len(sources), source)
             for row, source in enumerate(sources)
             if source is not None
         }
@@ -234,7 +254,7 @@ class DraftControl:
 
         ready: sources by row. No rows: a plain step has the most, and no source is to be probed.
         """
-        plain, rows = self.plain[len(sources)].median(), len(sources)
+        plain, rows = self.plain[len(sources)].median, len(sources)
         tokens = {row: drafts.expected_tokens() for row, drafts in ready.items()}
         probed = sum(drafts.is_probed for drafts in ready.values())
         # Rows whose drafts are seldom accepted may be left out: their experts take time, too.
@@ -261,11 +281,11 @@ class DraftControl:
         if asked:
             plain.passes += 1
             times = self.times_of(rows, len(asked), outcomes[0].source)
-            spent = times.add(max(asked), seconds, plain.median())
-            lost = spent / plain.median() - mean
+            spent = times.add(max(asked), seconds, plain.median)
+            lost = spent / plain.median - mean
             self.count_accepted(outcomes, pays=lost < 0)
-        elif any(outcome.source for outcome in outcomes):
-            lost = min(seconds / plain.median(), MAX_DEBT) - mean
+        elif not plain.is_due and any(outcome.source or outcome.waited for outcome in outcomes):
+            lost = min(seconds / plain.median, MAX_DEBT) - mean
         else:
             plain.add(seconds)
         self.debt = max(-MAX_CREDIT, self.debt + lost - LOSS * mean)

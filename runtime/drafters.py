@@ -85,16 +85,19 @@ class IndexedText:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Index more text. A prompt of 200,000 tokens takes 0.6 s, a token 3 us."""
+        known = self.ids
         for token in ids:
+            place, last = len(known), tuple(known[-LONG_MATCH:])
             for n, index in self.next.items():
-                if len(self.ids) >= n:
-                    index[tuple(self.ids[-n:])] = len(self.ids)
-            self.ids.append(token)
+                if place >= n:
+                    index[last[-n:]] = place
+            known.append(token)
 
     def match(self) -> tuple[int, int] | None:
         """Return the length of the longest match, and the index of the token after it."""
+        last = tuple(self.ids[-LONG_MATCH:])
         for n, index in self.next.items():
-            if len(self.ids) >= n and (start := index.get(tuple(self.ids[-n:]))) is not None:
+            if len(last) >= n and (start := index.get(last[-n:])) is not None:
                 return n, start
         return None
 
@@ -114,7 +117,7 @@ class LookupDrafter:
 
     def __init__(self, target: Session, count: int, row: int = 0):
         self.target, self.row = target, row
-        self.write_to(torch.zeros(1, count, dtype=torch.int64, device=target.device))
+        self.write_to(target.shared_integers(1, count))
         self.reset()
 
     def write_to(self, drafts: Tensor) -> None:
@@ -180,6 +183,7 @@ class DraftModel(Session):
             model.head = part_of_head(whole, ids, V)
         options = replace(target.options, runner_class=self.runner_class, sample_rule=sample)
         super().__init__(model, target.max_seq_len, options)
+        self.joins_greedy = False  # `choose_tokens` makes no distributions then
         self.target, self.least = target, least
         is_part = model.head is not whole
         self.vocab_rows = rows_of_ids(ids, V, self.device) if is_part else None

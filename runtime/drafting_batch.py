@@ -7,8 +7,8 @@ recurrent state takes in the accepted ones in that step (runtime/sequence_state.
 
 import time
 
-from runtime.batch import WAYS, Batch, Launched, NewToken, Running
-from runtime.speculation import Speculation
+from runtime.batch import WAYS, Batch, Launched, NewToken, Running, may_admit
+from runtime.speculation import Speculation, capture_between_answers
 
 
 class DraftingBatch(Batch):
@@ -21,10 +21,12 @@ class DraftingBatch(Batch):
         self.speculation = speculation
         super().__init__(speculation.session, max_batch)
         speculation.sizes = self.sizes
+        capture_between_answers(speculation)
 
     def forget(self) -> None:
         super().forget()
         self.speculation.release()
+        self.speculation.begun = None
         # Of each row, the sequence whose text its drafter knows.
         self.drafted_for: list[Running | None] = [None] * self.session.batch
         self.passing: list[Running] = []  # the sequences of the last pass, by row
@@ -35,7 +37,7 @@ class DraftingBatch(Batch):
         if self.session.compiled:
             for size in self.sizes:
                 for sampling in WAYS if self.speculation.counts(size) else ():
-                    self.speculation.warm_up_all(self.session.candidates(sampling), size)
+                    self.speculation.captures.prepare(self.session.candidates(sampling), size)
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
@@ -45,21 +47,33 @@ class DraftingBatch(Batch):
             known[a], known[b] = known[b], known[a]
 
     def step(self) -> list[NewToken]:
-        sequences = self.drafting_sequences()
+        """`Batch.step`. On a GPU the next pass is in flight while the caller handles the tokens."""
+        begun, sequences = self.speculation.begun, self.drafting_sequences()
         is_other = self.speculation.in_flight and sequences != self.passing
-        if not sequences or is_other:
+        if not (begun and begun.is_pass) and (is_other or not sequences):
+            self.speculation.begun = None
             return super().step()
-        self.run_pass(sequences)
+        if not begun:
+            self.begin_pass(sequences)
+        self.finish_pass()
+        sequences = self.drafting_sequences()
+        if self.overlaps and sequences and not (may_admit(self) or self.speculation.in_flight):
+            self.begin_pass(sequences)
         arrived, self.arrived = self.arrived, []
         return arrived
 
     def admit(self) -> bool:
         """`Batch.admit`. In a session of one row, the drafter knows a text before its prompt runs.
 
-        A head needs that. It is for one row.
+        A head needs that. It is for one row. Rows may move, so that no pass may be in flight.
         """
-        first = self.waiting[0] if self.waiting else None
-        if first and self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
+        if not may_admit(self):
+            return False
+        begun, first = self.speculation.begun, self.waiting[0]
+        if begun and begun.is_pass:
+            self.finish_pass()
+        self.speculation.begun = None
+        if self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
             self.begin_text(0, first.ids, first)
         return super().admit()
 
@@ -82,8 +96,10 @@ class DraftingBatch(Batch):
         the tokens of a plain step.
         """
         sequences = [sequence for sequence in self.rows if sequence]
-        fit = sequences and self.speculation.counts(self.size_of(sequences))
-        if not fit or not any(sequence.drafts for sequence in sequences):
+        if not any(sequence.drafts for sequence in sequences):
+            return []
+        size, candidates = self.size_of(sequences), self.candidates_of(sequences)
+        if not self.speculation.captures.most_ready(size, candidates):
             return []
         for one in sequences:
             is_past_prompt = self.session.cached[one.row] >= len(one.ids)
@@ -95,13 +111,17 @@ class DraftingBatch(Batch):
         """Return the rows of a step of these sequences in the first rows."""
         return next(size for size in self.sizes if size >= len(sequences))
 
+    def candidates_of(self, sequences: list[Running]) -> int:
+        """Return the candidates of a step of these sequences."""
+        return max(self.session.candidates(sequence.sampling) for sequence in sequences)
+
     def begin_text(self, row: int, ids: list[int], sequence: Running) -> None:
         """Draft for this sequence from now on; ids: its text so far."""
         self.speculation.drafter_of(row).start_prompt(ids, sequence.sampling)
         self.drafted_for[row] = sequence
 
-    def run_pass(self, sequences: list[Running]) -> None:
-        """Run a pass with drafts, or a plain step, of all sequences; keep the new tokens."""
+    def begin_pass(self, sequences: list[Running]) -> None:
+        """Launch a pass with drafts, or a plain step, of all sequences."""
         session, speculation, count = self.session, self.speculation, len(sequences)
         self.receive()  # drafts follow the newest tokens
         if any(sequence.row is None for sequence in sequences):  # its token was an error
@@ -115,11 +135,26 @@ class DraftingBatch(Batch):
                 self.begin_text(row, session.ids[row], sequence)
         if not self.in_passes or sequences != before:  # a prompt has run meanwhile, or nothing has
             speculation.read_at, self.in_passes = time.perf_counter(), True
+        speculation.begin_rows(*self.pass_arguments())
+
+    def pass_arguments(self) -> tuple[int, list[int], list[bool], int]:
+        """Return what `Speculation.begin_rows` wants of the sequences of a pass."""
+        sequences = self.passing
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
-        candidates = max(session.candidates(sequence.sampling) for sequence in sequences)
-        found = speculation.run_rows(candidates, left, drafts, self.size_of(sequences))
-        for sequence, (tokens, drafted) in zip(sequences, found, strict=True):
+        return self.candidates_of(sequences), left, drafts, self.size_of(sequences)
+
+    def finish_pass(self) -> None:
+        """Wait for the pass that was begun, if any; keep the tokens of those that still run."""
+        if not any(sequence.row is not None for sequence in self.passing):
+            self.speculation.begun = None  # a server may have been idle since
+        if not self.speculation.begun:
+            return
+        found = self.speculation.run_rows(*self.pass_arguments())
+        for sequence, (tokens, drafted, cached) in zip(self.passing, found, strict=True):
+            if sequence.row is None:  # ended meanwhile: its row is as before the pass
+                continue
+            self.session.cached[sequence.row] += cached
             sequence.drafted += drafted
             sequence.accepted += min(len(tokens) - 1, sequence.tokens_left)
             self.take_tokens(sequence, tokens[: sequence.tokens_left])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model import Block, Chunk, Context, Transformer
 from ops.inductor import materialize
-from ops.launch import KernelError, compile_only, give_up
+from ops.launch import KernelError, can_launch, compile_only, give_up
 from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.token_draw import draw_tokens
@@ -149,6 +149,7 @@ class FusedRunner(CompiledRunner):
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
         self.begins_fused = can_begin_fused(model, layers.values())
+        self.chooses_by_kernels = can_launch(model.norm.weight)
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
         self.compiled_norm = self.compile_few(last_norm)
@@ -352,9 +353,12 @@ class FusedRunner(CompiledRunner):
             q, candidates, result = rest
             given = state, logits, tokens, last, q if candidates else None
             check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
-            if candidates > MAX_CANDIDATES or not self.runs("verification", check):
-                return compiled(*given, candidates, result)
-            check()
+            if candidates <= MAX_CANDIDATES and self.runs("verification", check):
+                check()
+                return
+            found = torch.empty_like(result, device=tokens.device)
+            compiled(*given, candidates, found)
+            result.copy_(found, non_blocking=True)
 
         return draft_check.begin_pass, verify
 
@@ -401,5 +405,5 @@ def launch_pass(
     """
     runner.launch_all(len(drafts), drafts.shape[1] + 1, reach, all_positions=True)
     tokens, _, last = draft_check.begin_pass(state, drafts)
-    logits = torch.empty(*tokens.shape, state.seen.shape[1], device=drafts.device)
+    logits = torch.empty(*tokens.shape, state.seen.shape[1], device=tokens.device)
     draft_check.verify_pass(state, logits, tokens, last, q, result, ACCEPT_STREAM)

@@ -5,7 +5,7 @@ Host work must not reallocate tensors: graphs read and write the addresses seen 
 """
 
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ class CapturedStep:
 
     def __exit__(self, kind, error, trace) -> None:
         CapturedStep.current = None
-        with self.stack:
+        # After an error, ending the capture may raise another one, which says less.
+        with suppress(RuntimeError) if kind else nullcontext(), self.stack:
             self.end_graph()
 
     def begin_graph(self) -> None:

@@ -7,12 +7,12 @@ they compute. Everything else runs the blocks as torch.compile makes them (runti
 
 import torch
 
-from model import MoE, Transformer
+from model import Context, MoE, Transformer
 from ops.gpu import gpu_of
-from runtime.fused_decode import FusedRunner
-from runtime.fused_layer import fused_layers
+from runtime.fused_decode import FusedRunner, is_all_kernels
+from runtime.fused_layer import MAX_FEW, fused_layers
 from runtime.plain_forms import changed_forms
-from runtime.runner import CompiledRunner
+from runtime.runner import CompiledRunner, EagerRunner
 
 KERNELS = "auto", "fused", "inductor"  # --decode_kernels
 
@@ -35,6 +35,20 @@ def choose_runner(model: Transformer, kernels: str = "auto") -> type[CompiledRun
 def fused_runner(model: Transformer) -> type[FusedRunner]:
     """Return what runs the fused kernels of this model."""
     return getattr(model, "fused_runner_class", FusedRunner)
+
+
+def passes_are_kernels(runner: EagerRunner) -> bool:
+    """Whether Inductor compiles no part of steps of a few tokens, which takes it seconds each."""
+    if not isinstance(runner, FusedRunner) or not runner.takes_tokens(MAX_FEW):
+        return False
+    if not runner.begins_fused or runner.head is None or runner.head.norm is None:
+        return False
+    weight = runner.model.embedding.weight
+    positions = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
+    x = weight.new_empty(1, 2, weight.shape[1])
+    context = Context(x, positions=positions, last=positions[:, 0])
+    layers = runner.layers.values()
+    return not any(layer.mixers or not is_all_kernels(layer, x, context) for layer in layers)
 
 
 def why_not_fused(model: Transformer, device: torch.device) -> str | None:

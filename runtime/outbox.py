@@ -48,9 +48,12 @@ class Outbox:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo what steps post within. On entry no step is in flight."""
+        """Undo what steps post within, also if they fail: else both counts of steps differ."""
+        torch.cuda.synchronize()  # a step in flight posts first
         slots, count = self.slots.clone(), self.count.clone()
-        yield
-        torch.cuda.synchronize()
-        self.slots.copy_(slots)
-        self.count.copy_(count)
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            self.slots.copy_(slots)
+            self.count.copy_(count)

@@ -26,6 +26,9 @@ class EagerRunner(Runner):
     # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
     runs_long_chunks = False  # a prompt alone may run in chunks of more than PREFILL_CHUNK tokens
+    # Kernels choose tokens, and verify drafts. They read from the device how a row samples, and
+    # those of passes read drafts in the host's memory, and write there what they give.
+    chooses_by_kernels = False
 
     def __init__(self, model: Transformer):
         self.model = model

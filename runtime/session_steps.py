@@ -20,7 +20,7 @@ from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from ops.plain.pending import MAX_TENTATIVE
 from runtime.graphs import CapturedStep, run_on_host
-from runtime.kernel_choice import choose_runner, describe_kernels
+from runtime.kernel_choice import choose_runner, describe_kernels, passes_are_kernels
 from runtime.logit_edits import edit_logits
 from runtime.memory import PREFILL_CHUNK, choose_chunk, free_gpu_memory
 from runtime.outbox import Outbox
@@ -102,9 +102,24 @@ class DecodeSteps(SessionRows):
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
         self.sample_step = self.runner.sample_step(options.sample_rule)
+        self.joins_greedy = self.runner.chooses_by_kernels and options.sample_rule is sample
         self.edit_step = edit_logits
         if options.compile:
             self.edit_step = compiled(edit_logits, dynamic=False)
+
+    @property
+    def captures_fast(self) -> bool:
+        """Whether a pass is captured in tenths of a second: Inductor compiles no part of it."""
+        return self.captured and passes_are_kernels(self.runner)
+
+    def shared_integers(self, *shape: int) -> Tensor:
+        """Return int64 zeros between the host and passes: in pinned memory, or on the device.
+
+        A copy to the device or back costs 11 us on an H200: the next graph waits for it.
+        """
+        pinned = self.runner.chooses_by_kernels
+        device = "cpu" if pinned else self.device
+        return torch.zeros(*shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def choose_chunk(self) -> int:
         """Return how many tokens of a prompt run at once, beside the weights and the cache."""
@@ -124,8 +139,13 @@ class DecodeSteps(SessionRows):
         self.details: list[Details] = []
 
     def candidates(self, sampling: Sampling) -> int:
-        """Return among how many of the likeliest tokens a step chooses; 0 is greedy."""
-        return sampling.candidates(self.seen.shape[1])
+        """Return among how many of the likeliest tokens a step chooses; 0 is greedy.
+
+        If `joins_greedy`, greedy is among MAX_CANDIDATES with a top_k of 1: one captured step.
+        """
+        vocabulary = self.seen.shape[1]
+        few = min(MAX_CANDIDATES, vocabulary) if self.joins_greedy else 0
+        return sampling.candidates(vocabulary) or few
 
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Sample each next token among `candidates` (0: greedy) into `token`, step `position`."""
@@ -243,20 +263,31 @@ class DecodeSteps(SessionRows):
             torch.cuda.synchronize()  # a step in flight would move `position`
         if self.compiled:
             before_edit, self.before_edit = self.before_edit, lambda: None
-            with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
-                # Cloned in this stream too: another one would not wait for the clones.
-                kept = [tensor.clone() for tensor in self.state]
-                for _ in range(2):
-                    self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
-                    self.last.fill_(-1)  # no token is real, so that recurrent states stay
-                    with self.runner.warming_up():
-                        run()
-                copy_all(kept, self.state)
-            if self.captured:
-                torch.cuda.synchronize()
-            self.before_edit = before_edit
+            try:
+                self.warm_up_step(run, ahead)
+            finally:  # a server goes on after a capture for which no memory was left
+                self.before_edit = before_edit
         if not self.captured or not self.runner.can_capture(tokens):
             return run
         with CapturedStep(self.pool) as captured:
             run()
         return captured.replay
+
+    def warm_up_step(self, run: Callable[[], None], ahead: int) -> None:
+        """Run a step twice where no sequence reaches; leave the state as it was.
+
+        ahead: as of `capture`.
+        """
+        with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
+            # Cloned in this stream too: another one would not wait for the clones.
+            kept = [tensor.clone() for tensor in self.state]
+            try:
+                for _ in range(2):
+                    self.position.fill_(self.cache_len - ahead)  # no sequence reaches these
+                    self.last.fill_(-1)  # no token is real, so that recurrent states stay
+                    with self.runner.warming_up():
+                        run()
+            finally:
+                copy_all(kept, self.state)
+        if self.captured:
+            torch.cuda.synchronize()

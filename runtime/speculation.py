@@ -28,7 +28,7 @@ from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
 from runtime.fused_decode import FusedRunner, launch_pass
 from runtime.mtp import MIN_OF_HEAD, MTPDrafter
-from runtime.outbox import Outbox
+from runtime.pass_captures import PassCaptures
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
 from runtime.session_steps import SPARE
@@ -74,6 +74,15 @@ class PassTokens(NamedTuple):
 
     tokens: list[int]  # accepted drafts, and the model's own token
     drafted: int
+    cached: int  # tokens by which the cache has grown since the pass was launched
+
+
+class Begun(NamedTuple):
+    """A pass that is in flight, or a plain step that is next."""
+
+    read: Callable[[], list[PassTokens]]  # waits for what each row gets
+    outcomes: Callable[[list[PassTokens]], list[Outcome]]
+    is_pass: bool
 
 
 class Speculation:
@@ -113,23 +122,28 @@ class Speculation:
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
         self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)  # row 0's
+        if self.drafter.q is not None:  # greedy drafts have none
+            session.joins_greedy = False
         # Of each row, if the session has several.
         self.lookups = [LookupDrafter(session, draft_tokens, n) for n in range(session.batch)]
         if isinstance(self.drafter, LookupDrafter):
             self.lookups[0] = self.drafter
         # Several rows' drafts, in one tensor, so that one copy sends them.
-        shape = min(session.batch, SHARED_TOKENS // 2), draft_tokens
-        self.drafts = torch.zeros(*shape, dtype=torch.int64, device=session.device)
+        rows = min(session.batch, SHARED_TOKENS // 2)
+        self.drafts = session.shared_integers(rows, draft_tokens)
         self.upload = Upload(self.drafts)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
         size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass; of several sequences, of all
-        self.result = torch.zeros(size, dtype=torch.int64, device=session.device)
-        self.results = Outbox(size, session.device) if session.outbox else None
+        self.result = session.shared_integers(size)
+        # The end of the pass launched last. The host waits for it before it writes the next drafts.
+        self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self.captures = PassCaptures(session, self.counts, self.warm_up, self.steps)
         self.sizes: Sequence[int] = (1,)  # rows that passes may have
         session.launch_more = partial(launch_passes, self)
         self.overlaps = session.captured
         self.in_flight: Callable[[], list[int]] | None = None  # waits for the token of a plain step
+        self.begun: Begun | None = None
         self.read_at = 0.0  # when the last tokens were read
         self.passes = self.drafted = self.accepted = self.delivered = 0
 
@@ -139,6 +153,7 @@ class Speculation:
     def reset(self) -> None:
         """Forget the sequence."""
         self.session.reset()
+        self.begun = None
         self.drafter.reset()
         for lookup in self.lookups:
             lookup.reset()
@@ -174,8 +189,6 @@ class Speculation:
         logits = session.model(tokens, span, last, all_positions=True, runner=runner)
         q = drafter.q[None, :count] if one and drafter.q is not None else None
         self.verify_pass(state, logits, tokens, last, q, candidates, self.result)
-        if self.results:
-            self.results.post(self.result.unsqueeze(1))
 
     def warm_up(self, count: int, candidates: int, rows: int = 1) -> Callable[[], None]:
         """Return a pass of `count` drafts, compiled and on CUDA captured on the first call.
@@ -188,14 +201,8 @@ class Speculation:
             session, tokens = self.session, rows * (count + 1)
             make = partial(session.capture, partial(self.verify, *key), tokens, count + 1)
             with without_tuning() if session.compiled else nullcontext():
-                self.steps[key] = self.results.counted(make) if self.results else make()
+                self.steps[key] = make()
         return self.steps[key]
-
-    def warm_up_all(self, candidates: int, rows: int = 1) -> None:
-        """Compile and capture the plain step, and the pass of each number of drafts."""
-        self.session.warm_up(candidates, rows)
-        for count in self.counts(rows):
-            self.warm_up(count, candidates, rows)
 
     def stream_all(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
@@ -228,35 +235,67 @@ class Speculation:
         if max_new_tokens == 0:
             return
         candidates, session.edited = session.candidates(sampling), False
-        self.warm_up_all(candidates)
+        self.captures.prepare(candidates)
         self.drafter.start_prompt(ids, sampling)
         number = session.start_prompts([ids], sampling)
-        tokens, left, self.in_flight = session.first_tokens()[:1], max_new_tokens, None
+        self.in_flight = self.begun = None
+        tokens, left, end = session.first_tokens()[:1], max_new_tokens, len(session.ids[0])
         self.read_at = time.perf_counter()
-        while True:
-            for place, token in enumerate(tokens[:left]):
-                if token == NOT_FINITE:
+        try:
+            while True:
+                new = tokens[:left]
+                left -= len(new)
+                if NOT_FINITE in new:
+                    del new[new.index(NOT_FINITE) :]
+                    left = -1
+                session.check_newest(number)
+                session.ids[0] += new
+                if self.overlaps and left > 0:  # the reader handles these tokens meanwhile
+                    self.begin_rows(candidates, [left])
+                for place, token in enumerate(new):
+                    session.check_newest(number)
+                    self.accepted += place < len(tokens) - 1
+                    self.delivered += self.passes > 0
+                    end += 1
+                    yield token
+                if left < 0:
                     self.reset()  # the cache has NaNs
                     raise NotFiniteError
+                if not left:
+                    return
                 session.check_newest(number)
-                session.ids[0].append(token)
-                self.accepted += place < len(tokens) - 1
-                self.delivered += self.passes > 0
-                yield token
-            left -= len(tokens)
-            if left <= 0:
-                return
-            session.check_newest(number)
-            tokens = self.run_pass(candidates, left)
+                tokens = self.run_pass(candidates, left)
+        finally:
+            if number == session.streams:
+                del session.ids[0][end:]  # the reader has left within a pass
 
     def run_pass(self, candidates: int, left: int) -> list[int]:
         """`run_rows` for row 0, of which `left` tokens are to come; return the new tokens."""
-        return self.run_rows(candidates, [left])[0].tokens
+        (found,) = self.run_rows(candidates, [left])
+        self.session.cached[0] += found.cached
+        return found.tokens
 
     def run_rows(
         self, candidates: int, left: Sequence[int], drafts: Sequence[bool] = (), size: int = 0
     ) -> list[PassTokens]:
         """Draft and verify, or take a plain step, for the first rows; return what each one gets.
+
+        Arguments are those of `begin_rows`, which may have been called with them before. The caller
+        adds `cached` to the lengths of the rows whose sequences have not ended meanwhile.
+        """
+        if not self.begun:
+            self.begin_rows(candidates, left, drafts, size)
+        begun, self.begun = self.begun, None
+        found, now = begun.read(), time.perf_counter()
+        self.passes += 1
+        self.control.record(begun.outcomes(found), now - self.read_at)
+        self.read_at = now
+        return found
+
+    def begin_rows(
+        self, candidates: int, left: Sequence[int], drafts: Sequence[bool] = (), size: int = 0
+    ) -> None:
+        """Draft and launch a pass, or a plain step, for the first rows.
 
         left: tokens that are to come of each row. drafts: whether a row may have drafts; empty: all
         may. size: the rows of the step, those without a sequence included; 0: there are none.
@@ -267,26 +306,35 @@ class Speculation:
         rows, size = range(len(left)), size or len(left)
         may_draft = drafts or [True] * len(left)
         sources = [self.drafter_of(n).source() if may_draft[n] else None for n in rows]
-        asked = self.control.choose(sources, self.counts(size).stop - 1)
-        self.passes += 1
-        if self.in_flight or not any(asked):
-            goes_on = not any(asked) and min(left) > 1
-            found = self.take_step(candidates, len(left), size, goes_on)
-            outcomes = [Outcome() for _ in rows]
-        elif any(counts := self.propose(asked, size)):
+        most = self.captures.most_ready(size, candidates)
+        asked = self.control.choose(sources if most else [None for _ in rows], most)
+        counts = [0 for _ in rows]
+        if any(asked) and not self.in_flight:
+            if self.ended:
+                self.ended.synchronize()
+            counts = self.propose(asked, size)
+        if any(counts):
             self.warm_up(max(counts), candidates, size)()
-            found = self.read_pass(counts)
-            outcomes = [
-                Outcome(source if count else None, count, len(new.tokens) - 1)
-                for source, count, new in zip(sources, asked, found, strict=True)
-            ]
-        else:
-            found = self.take_step(candidates, len(left), size, goes_on=False)
-            outcomes = [Outcome(sources[n] if asked[n] else None) for n in rows]
-        now = time.perf_counter()
-        self.control.record(outcomes, now - self.read_at)
-        self.read_at = now
-        return found
+            if self.ended:
+                self.ended.record(torch.cuda.current_stream(self.session.device))
+            self.begun = Begun(
+                lambda: self.read_pass(counts),
+                lambda found: [
+                    Outcome(source if count else None, count, len(new.tokens) - 1)
+                    for source, count, new in zip(sources, asked, found, strict=True)
+                ],
+                True,
+            )
+            return
+        tried = [None if self.in_flight or not asked[n] else sources[n] for n in rows]
+        waited = self.overlaps and not self.in_flight
+        goes_on = not any(asked) and min(left) > 1
+        self.in_flight = self.in_flight or self.launch(candidates, len(left), size)
+        self.begun = Begun(
+            lambda: self.take_step(candidates, len(left), size, goes_on),
+            lambda found: [Outcome(source, waited=waited) for source in tried],
+            False,
+        )
 
     def propose(self, asked: Sequence[int], size: int) -> list[int]:
         """Write up to `asked` drafts for each of the first rows; return how many.
@@ -307,24 +355,22 @@ class Speculation:
 
         counts: its drafts of each row.
         """
-        numbers = (self.results.read_later() if self.results else read_later(self.result))()
+        if self.ended:
+            self.ended.synchronize()
+        numbers = self.result.tolist() if self.ended else read_later(self.result)()
         width, found = max(counts) + 2, []
         for row, drafted in enumerate(counts):
             *tokens, taken = numbers[row * width : (row + 1) * width]
-            found.append(PassTokens(tokens[:taken], drafted))
-            self.session.cached[row] += taken
+            found.append(PassTokens(tokens[:taken], drafted, taken))
         self.drafted += sum(counts)
         return found
 
     def take_step(self, candidates: int, rows: int, size: int, goes_on: bool) -> list[PassTokens]:
-        """Return each row's token of a plain step: of that in flight, if any.
-
-        goes_on: launch another.
-        """
-        read = self.in_flight or self.launch(candidates, rows, size)
-        again = goes_on and self.overlaps
-        self.in_flight = self.launch(candidates, rows, size) if again else None
-        return [PassTokens([token], 0) for token in read()[:rows]]
+        """Return each row's token of the plain step in flight. goes_on: launch another before."""
+        read = self.release()
+        if goes_on and self.overlaps:
+            self.in_flight = self.launch(candidates, rows, size)
+        return [PassTokens([token], 0, 0) for token in read()[:rows]]
 
     def release(self) -> Callable[[], list[int]] | None:
         """Return what waits for the token of the plain step in flight, if any, and forget it."""
@@ -346,6 +392,17 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
     """Return where a pass of the first rows has `count` drafts of each, [rows, count]."""
     drafts = speculation.drafter.drafts if rows == 1 else speculation.drafts[:rows]
     return drafts[:, :count]
+
+
+def capture_between_answers(speculation: Speculation) -> None:
+    """Capture passes between answers from now on, if they are automatic and each takes 0.2 s.
+
+    Those of a head or a draft model are compiled, for longer. A fixed number of drafts is due from
+    the first token on.
+    """
+    is_lookup = isinstance(speculation.drafter, LookupDrafter)
+    waits = speculation.auto and is_lookup and speculation.session.captures_fast
+    speculation.captures.waits = waits
 
 
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:

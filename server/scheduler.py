@@ -72,6 +72,8 @@ class Scheduler:
         self.changed, self.closed = threading.Condition(), False
         self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
+        # Prepares a part while there is nothing to do; returns whether more is left.
+        self.prepare_next: Callable[[], bool] = lambda: False
         self.metrics = Metrics(self.waiting, lambda: len(self.clients), model_name)
         self.seconds_per_answer = 1.0  # a moving average
 
@@ -142,8 +144,10 @@ class Scheduler:
     def commands(self) -> Iterator[Command]:
         """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
         while not self.closed:
+            while self.is_idle() and self.prepare_next():
+                pass
             with self.changed:
-                if not self.queue and not self.clients and self.drain_until is None:
+                if self.is_idle():
                     self.changed.wait(HEARTBEAT_SECONDS)
                 if self.has_drained():
                     break
@@ -155,6 +159,10 @@ class Scheduler:
                 interrupted = [n for n, c in self.clients.items() if self.is_over(c.queued)]
             yield Command(started, interrupted)
         self.close()
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.queue or self.clients or self.closed) and self.drain_until is None
 
     def next_turn(self) -> QueuedRequest:
         """Move the request whose turn it is to the queue's front, and return it.
@@ -264,6 +272,8 @@ class Decoder:
         self.batch = Batch(session, max_batch)
         if speculation:
             self.batch = DraftingBatch(speculation, max_batch)
+        if speculation and scheduler:
+            scheduler.prepare_next = speculation.captures.capture_next
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
         self.offloaded = offloaded_layers(session.model)

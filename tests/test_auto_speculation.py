@@ -113,8 +113,8 @@ def test_any_numbers_of_drafts_leave_greedy_text_as_it_is(
         assert list(speculation.stream(ids, 60, GREEDY)) == expected
         assert list(speculation.stream([*ids, *expected[:50]], 10, GREEDY)) == expected[50:]
     made = control.passes_made
-    for (_, asked, accepted), after in itertools.pairwise(made):
-        if asked and not after[1]:
+    for (_, asked, accepted, _), after in itertools.pairwise(made):
+        if asked and not after.asked:
             seen.add("none" if not accepted else "all" if accepted == asked else "some")
     assert seen, "no plain step came after drafts"
     assert draft != "twin" or "all" in seen
@@ -143,8 +143,8 @@ def test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is(
     made = control.passes_made
     followed = {  # source, some or all accepted, of passes before a plain step
         (source, "all" if accepted == asked else "some" if accepted else "none")
-        for (source, asked, accepted), after in itertools.pairwise(made)
-        if asked and not after[1]
+        for (source, asked, accepted, _), after in itertools.pairwise(made)
+        if asked and not after.asked
     }
     assert {(MODEL, "all"), (MODEL, "some"), (MODEL, "none"), (LONG, "all")} <= followed
 
@@ -213,7 +213,7 @@ def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     for seed in range(total):
         speculation.is_plain = lambda sampling: False
         found[tuple(speculation.stream(ids, 3, replace(sampling, seed=seed)))] += 1
-    sources = Counter(source for source, asked, _ in control.passes_made if asked)
+    sources = Counter(outcome.source for outcome in control.passes_made if outcome.asked)
     assert sources[LONG] > 60 and sources[MODEL if other else SHORT] > 20
     try:
         off = chi_square(found, expected, total)

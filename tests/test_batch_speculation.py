@@ -13,11 +13,12 @@ from test_sequence_state import KINDS
 from test_speculate import chi_square, exact_answers, small_model
 
 from generate import load_model
+from runtime.draft_control import FixedDrafts
 from runtime.drafting_batch import DraftingBatch
 from runtime.loading import load_head
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
-from runtime.speculation import Speculation
+from runtime.speculation import Speculation, capture_between_answers
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LIMIT = 4
@@ -75,7 +76,7 @@ class Notes(AnyNumber):
         drafting = [each for each in outcomes if each.asked]
         self.has_left = any(each.accepted for each in drafting)
         self.seen[f"{len(drafting)} of {len(outcomes)}"] += 1
-        for _, asked, accepted in drafting:
+        for _, asked, accepted, _ in drafting:
             self.seen["none" if not accepted else "all" if accepted == asked else "some"] += 1
 
 
@@ -161,7 +162,7 @@ def test_up_to_four_answers_share_passes(kind, seed, overlaps):
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     ends = [rng.randrange(3, 31) for _ in requests]
     batch = open_batch(make_session(kind, rows=5), texts, 4, overlaps, seed)
-    arrivals = sorted(rng.randrange(80) for _ in requests)
+    arrivals = sorted(rng.randrange(60) for _ in requests)
     found = run_until(batch, with_drafts(requests), arrivals, ends)
     assert found == [answer[:end] for answer, end in zip(expected, ends, strict=True)]
     seen = batch.speculation.control.seen
@@ -270,11 +271,10 @@ def test_every_recurrent_family(name, rows, source, make_family):
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
-def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch):
+def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
     """Positions are on the device; a pass of three answers has four rows, of which one is idle."""
     if not compiled:
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-        monkeypatch.setattr("ops.inductor.configure_inductor", lambda: None)
+        request.getfixturevalue("no_compiler")
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 128)
     requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]
@@ -282,8 +282,13 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, monkeypatch
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     options = SessionOptions(batch=4, compile=True)
     batch = open_batch(Session(load_model(directory, "cpu"), 128, options), texts)
-    if not compiled:  # the compiler makes what the answers need
+    if compiled:  # what these answers need
+        for size in (1, 2, 4):
+            batch.speculation.captures.prepare(0, size)
+    else:
         batch.prepare()
+        while batch.speculation.captures.capture_next():
+            pass
         made = {(rows, count) for rows, count, _ in batch.speculation.steps}
         assert made == {*((1, n) for n in range(1, LIMIT + 1)), (2, 1), (2, 2), (2, 3), (4, 1)}
     for arrivals in ([0, 50, 100, 150], [0, 6, 20, 34], [0, 2, 4, 50]):
@@ -354,7 +359,7 @@ def test_counts_are_those_of_each_sequence():
         if tokens == 40:
             batch.end(sequence)
     made = batch.speculation.control.passes_made
-    assert sequence.drafted == sum(asked for _, asked, _ in made) > sequence.accepted > 0
+    assert sequence.drafted == sum(outcome.asked for outcome in made) > sequence.accepted > 0
     # The prompt's token, and one of each pass; the last may have been one too many.
     assert 1 + len(made) + sequence.accepted - tokens in (0, 1)
 
@@ -406,6 +411,141 @@ def test_sampled_text_keeps_its_distribution(right, monkeypatch):
     except AssertionError:  # a token of probability 0
         off = 2.0
     assert (off <= 1) == right
+
+
+def test_the_next_pass_is_in_flight_while_tokens_are_handled():
+    """The reader of a batch's tokens, and its next prompt, do not wait for it."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY), ([9, 8] * 6, 20, GREEDY)]
+    expected = answers_alone("plain", requests)
+    texts = [ids + answer for (ids, *_), answer in zip(requests, expected, strict=True)]
+    batch = open_batch(make_session(rows=2), texts, overlaps=True)
+    speculation = batch.speculation
+    speculation.control = control = FixedDrafts(LIMIT)
+    control.has_left = False
+    for count in (3, 20, 11):  # the caller ends an answer within passes, and begins the next one
+        for request, answer in zip(requests, expected, strict=True):
+            found, sequence, recorded = [], batch.start(*request), []
+            control.record = lambda outcomes, seconds, to=recorded: to.append(seconds)
+            while len(found) < count:
+                batch.prefill()
+                begun = speculation.begun
+                assert len(found) < 2 or (begun and begun.is_pass)
+                found += [token.token for token in batch.step() if token.sequence is sequence]
+            batch.end(sequence)
+            assert found[:count] == answer[:count] and recorded
+    assert not batch.count
+
+
+def test_the_time_of_an_idle_server_is_no_time_of_a_pass():
+    """Its answer ended at a stop text, and the pass in flight is not waited for."""
+    ids = [5, 6, 7, 8] * 5
+    (answer,) = answers_alone("plain", [(ids, 40, GREEDY)])
+    batch, times = open_batch(make_session(rows=2), [ids + answer], overlaps=True), []
+    batch.speculation.control = control = FixedDrafts(2)
+    control.has_left = False
+    control.record = lambda outcomes, seconds: times.append(seconds)
+    for _ in range(2):
+        sequence = batch.start(ids, 40, GREEDY)
+        tokens = 0
+        while tokens < 7:
+            batch.prefill()
+            tokens += len(batch.step())
+        batch.end(sequence)
+        assert batch.speculation.begun and not batch.count
+        count = len(times)
+        batch.start(ids[:9], 1, GREEDY)
+        batch.prefill()
+        assert len(times) == count and not batch.speculation.begun
+        while batch.count:
+            for token in batch.step():
+                batch.end(token.sequence)
+
+
+def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
+    """Return a batch as on a GPU, whose passes are captured between answers."""
+    batch = open_batch(make_session(kind, rows, compile=True), texts)
+    batch.speculation.captures.waits = True
+    batch.prepare()
+    return batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_are_captured_between_answers(kind, no_compiler):
+    """An answer has as many drafts as are there; it never waits for a pass to be captured."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
+    expected = answers_alone(kind, requests)
+    batch = open_later(kind, texts=[requests[0][0] + expected[0]])
+    speculation, captured, goes_on = batch.speculation, 0, True
+    while goes_on:
+        if captured % 3 == 1:
+            batch.session.reset()
+            speculation.control.seen.clear()
+            before = dict(speculation.steps)
+            assert run(batch, requests) == expected
+            assert speculation.control.seen["1 of 1"] and speculation.steps == before
+        goes_on = batch.speculation.captures.capture_next()
+        captured += 1
+    # Passes of one row, of two, which may have 3 drafts, and of four; greedy and sampled.
+    assert captured == len(speculation.steps) == 2 * (4 + 3 + 1)
+    assert not batch.speculation.captures.capture_next()
+
+
+def test_no_pass_among_all_tokens_is_captured_between_answers(no_compiler, monkeypatch):
+    """Inductor compiles its verification: such an answer has plain steps."""
+    monkeypatch.setattr("runtime.pass_captures.MAX_CANDIDATES", 10)  # less than the vocabulary
+    batch = open_later()
+    while batch.speculation.captures.capture_next():
+        pass
+    speculation = batch.speculation
+    assert {candidates for _, _, candidates in speculation.steps} == {0}
+    ids, seen = [5, 6, 7, 8] * 5, speculation.control.seen
+    run(batch, [(ids, 20, Sampling(1.0, top_k=None))])
+    assert not seen and len(speculation.steps) == 8
+    run(batch, [(ids, 20, GREEDY)])
+    assert seen["1 of 1"]
+
+
+def test_what_captures_its_passes_between_answers(no_compiler, monkeypatch):
+    """Automatic lookups, where no part of a step is compiled for long."""
+    for is_fast, auto, later in ((True, True, True), (False, True, False), (True, False, False)):
+        monkeypatch.setattr(Session, "captures_fast", is_fast)
+        session = make_session(rows=1, compile=True)
+        batch = DraftingBatch(Speculation(session, LIMIT, auto=auto))
+        batch.prepare()
+        assert (
+            batch.speculation.captures.waits == batch.speculation.captures.capture_next() == later
+        )
+        assert bool(batch.speculation.steps) != later or len(batch.speculation.steps) == 1
+    monkeypatch.setattr(Session, "captures_fast", True)
+    session, draft = make_session(rows=1, compile=True), make_session(rows=1).model
+    speculation = Speculation(session, draft=draft, auto=True)
+    capture_between_answers(speculation)
+    assert not speculation.captures.waits
+
+
+def test_a_pass_that_does_not_fit_into_memory_is_the_last_one(no_compiler, monkeypatch, caplog):
+    """Answers have the drafts of those before it, and a session is as it was."""
+    requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
+    expected = answers_alone("plain", requests)
+    batch = open_later(rows=1, texts=[requests[0][0] + expected[0]])
+    speculation, session = batch.speculation, batch.session
+    assert batch.speculation.captures.capture_next() and batch.speculation.captures.capture_next()
+
+    def fail(*_) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    verify = speculation.verify_pass
+    kept = [tensor.clone() for tensor in session.state]
+    monkeypatch.setattr(speculation, "verify_pass", fail)
+    assert not batch.speculation.captures.capture_next() and "Tried to allocate" in caplog.text
+    monkeypatch.setattr(speculation, "verify_pass", verify)
+    assert not batch.speculation.captures.capture_next() and sorted(speculation.steps) == [
+        (1, 1, 0),
+        (1, 2, 0),
+    ]
+    assert all(map(torch.equal, kept, session.state))
+    assert session.before_edit == batch.write_masks  # grammars are followed
+    assert run(batch, requests) == expected and speculation.control.seen["1 of 1"]
 
 
 @pytest.mark.parametrize("count", (1, 3))

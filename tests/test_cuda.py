@@ -59,6 +59,8 @@ from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime import host_memory
 from runtime.batch import Batch
+from runtime.draft_control import FixedDrafts
+from runtime.drafting_batch import DraftingBatch
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import FusedRunner
 from runtime.host_memory import BUFFER_BYTES, BUFFERS, in_host_memory, pinned_uploads
@@ -421,6 +423,58 @@ def test_speculation_in_fused_kernels_gives_the_eager_tokens(drafts, length, tmp
     first = list(eager.stream(ids, 100, GREEDY))
     check_near_tie(directory, ids, first, list(speculation.stream(ids, 100, GREEDY)))
     assert fused.runner.is_fused and speculation.statistics()["tokens_per_pass"] > 1
+
+
+def test_a_batch_in_fused_kernels_drafts_with_passes_captured_between_answers(tmp_path):
+    """Some end within passes, while the next one is in flight; a capture fails at last."""
+    eager, fused, directory = fused_and_eager(tmp_path, "int4", 512, batch=4)
+    prompts = [embedded_prompt(n) for n in (600, 80, 400)]
+    expected = [
+        [tokens[0] for tokens in eager.stream_all([ids], 60, GREEDY)]
+        for ids in prompts
+        if eager.reset() is None
+    ]
+    speculation = Speculation(fused, 3, auto=True)
+    batch, seen = DraftingBatch(speculation), []
+    assert speculation.captures.waits
+    speculation.control = FixedDrafts(3)
+    speculation.control.record = lambda outcomes, seconds: seen.append(outcomes)
+    for size in (1, 2, 4):
+        speculation.captures.prepare(fused.candidates(GREEDY), size)
+
+    def answer(ends: tuple[int, ...]) -> None:
+        found: dict = {batch.start(ids, 60, GREEDY): [] for ids in prompts}
+        left = dict(zip(found, ends, strict=True))
+        while left:
+            batch.prefill()
+            for token in batch.step():
+                found[token.sequence].append(token.token)
+            for sequence in [one for one, end in left.items() if len(found[one]) >= end]:
+                batch.end(sequence)
+                del left[sequence]
+        for ids, want, got in zip(prompts, expected, found.values(), strict=True):
+            check_near_tie(directory, ids, want[: len(got)], got)
+
+    answer((60, 60, 60))
+    assert not any(outcome.asked for outcomes in seen for outcome in outcomes)
+    captured, verify, calls = 0, speculation.verify, []
+    while batch.speculation.captures.capture_next():
+        captured += 1
+        if captured == 4:
+
+            def fail(*given) -> None:
+                verify(*given)
+                calls.append(given)
+                if len(calls) == 3:  # two warm it up
+                    raise torch.cuda.OutOfMemoryError
+
+            speculation.verify = fail
+    assert captured == 4 and len(calls) == 3 and len(speculation.steps) == 4
+    seen.clear()
+    for ends in ((60, 60, 60), (60, 7, 30), (9, 60, 14)):
+        answer(ends)
+    rows = {len(outcomes) for outcomes in seen if any(outcome.asked for outcome in outcomes)}
+    assert {1, 2} <= rows and any(outcome.accepted for outcomes in seen for outcome in outcomes)
 
 
 @pytest.mark.parametrize("characters", ((600,), (500, 40), (40, 600)))

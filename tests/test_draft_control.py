@@ -181,6 +181,24 @@ def test_plain_steps_that_were_slow_at_first_do_not_flatter_drafts():
     assert rate(found) > 0.97
 
 
+@pytest.mark.parametrize("wait", (0.3, 1.0))
+def test_a_step_for_which_the_gpu_waits_is_lost_time_and_no_measure(wait):
+    """The first plain step after a pass is launched late: that is a cost of the pass."""
+    control, seconds, accepted = DraftControl(LIMIT), 0.0, random.Random(0)
+    tokens, waits, passes = 0, True, 0
+    while tokens < 20_000:
+        asked = ask(control, "drafts")
+        spent = STEP * (1.4 if asked else 1 + wait * waits)
+        taken = asked and int(accepted.random() < 0.3)
+        control.record(
+            [Outcome("drafts" if asked else None, asked, taken, not asked and waits)], spent
+        )
+        waits, passes = asked > 0, passes + (asked > 0)
+        seconds, tokens = seconds + spent, tokens + taken + 1
+    assert passes > 20 and control.plain[1].median == STEP
+    assert seconds / STEP / tokens < 1 + LOSS + (MAX_DEBT + 3) / tokens
+
+
 @given(
     accepted=st.lists(st.integers(0, LIMIT), min_size=1, max_size=400),
     costs=st.lists(st.floats(0.2, 6), min_size=LIMIT, max_size=LIMIT),

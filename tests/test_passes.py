@@ -4,6 +4,7 @@ Others shipped recurrent models in which that step began from a state with refus
 without accepted ones.
 """
 
+import itertools
 from functools import partial
 
 import pytest
@@ -13,12 +14,12 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from without_gpu import run_without_gpu
 
-from generate import load_model
+from generate import embedded_checkpoint, load_model
 from models.layers.gated_delta_net import DeltaState
 from ops.step import draft_check, token_draw
 from runtime.fused_decode import FusedRunner
-from runtime.outbox import Outbox
-from runtime.runner import CompiledRunner
+from runtime.kernel_choice import passes_are_kernels
+from runtime.runner import CompiledRunner, EagerRunner
 from runtime.sampling import Sampling
 from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
@@ -162,12 +163,62 @@ def test_steps_without_drafts_overlap_as_plain_ones_do(make_family, no_compiler)
     assert plain[:3] == ["prompt", "launch", "read"]
 
 
+@pytest.mark.parametrize("overlaps", (False, True))
+def test_the_next_pass_runs_while_the_tokens_are_read(overlaps, make_family):
+    """The reader of a captured session's tokens keeps no pass waiting."""
+    model = load_model(make_family("mixtral").directory, "cpu")
+    session, events = Session(model, 128), []
+    text = PROMPT + list(session.stream(PROMPT, 24, GREEDY))
+    session.reset()
+    speculation = Speculation(session, 5)
+    speculation.drafter = ScriptedDrafter(session, text, [(3, 3)])
+    speculation.overlaps, verify = overlaps, speculation.verify
+    speculation.verify = lambda *given: (events.append("pass"), verify(*given))
+    for token in speculation.stream(PROMPT, 21, GREEDY):
+        events.append(token)
+    given, parts = text[len(PROMPT) :][:21], [1, 4, 4, 4, 4, 4]
+    assert [event for event in events if event != "pass"] == given
+    # A pass comes before the tokens of the one before it, or after them.
+    before = [sum(event != "pass" for event in events[:at]) for at in range(len(events))]
+    at_pass = [count for count, event in zip(before, events, strict=True) if event == "pass"]
+    ends = [0, *itertools.accumulate(parts)]
+    assert at_pass == (ends[:5] if overlaps else ends[1:6])
+
+
+def test_the_host_waits_for_a_pass_before_it_writes_drafts(make_family, monkeypatch):
+    """Kernels read drafts where the host writes them, and a pass may be in flight, unread."""
+    events: list[str] = []
+
+    class Ended:
+        def record(self, stream) -> None:
+            events.append("record")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    session = Session(load_model(make_family("mixtral").directory, "cpu"), 128)
+    speculation = Speculation(session, 5)
+    speculation.drafter = drafter = ScriptedDrafter(session, [1] * 99, [(3, 0)])
+    speculation.ended, speculation.overlaps = Ended(), True
+    propose, verify = drafter.propose, speculation.verify
+    drafter.propose = lambda limit: (events.append("write"), propose(limit))[1]
+    speculation.verify = lambda *given: (events.append("pass"), verify(*given))
+    stream = speculation.stream(PROMPT, 9, GREEDY)
+    for _ in range(3):
+        next(stream)
+    stream.close()  # a pass is in flight
+    next(speculation.stream(PROMPT[:9], 9, GREEDY))
+    turn = ["wait", "write", "pass", "record"]
+    assert events == [*turn, "wait", *turn, "wait", *turn, *turn]
+
+
 # Beside the model ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "drafts"), ((1, 1), (1, 3), (1, 15), (2, 3), (4, 1)))
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
-def test_a_pass_has_six_kernels_beside_the_model(sampling, rows, drafts, make_family, monkeypatch):
+def test_a_pass_has_five_kernels_beside_the_model(sampling, rows, drafts, make_family, monkeypatch):
     """On a GPU with the fused kernels; without drafts it is a plain step."""
     launched: list[str] = []
 
@@ -183,19 +234,37 @@ def test_a_pass_has_six_kernels_beside_the_model(sampling, rows, drafts, make_fa
     monkeypatch.setattr(session.runner, "runs", lambda *_: True)
     logits = torch.zeros(rows, drafts + 1, session.seen.shape[1])
     speculation = Speculation(session, 15)
-    speculation.results = object.__new__(Outbox)
-    vars(speculation.results).update(count=torch.zeros(1, dtype=torch.int64))
-    vars(speculation.results).update(slots=torch.zeros(2, 17, dtype=torch.int64))
     session.model = lambda *_, **options: logits
     with CountOperators() as operators:
         speculation.verify(rows, drafts, session.candidates(sampling))
-    names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept", "_post"]
+    names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept"]
     assert launched == names and not operators.found
     speculation = Speculation(Session(model, 128, options), 15)  # the plain form, for comparison
     speculation.session.model = session.model
     with CountOperators() as operators:
         speculation.verify(rows, drafts, session.candidates(sampling))
     assert len(operators.found) > len(names)
+
+
+def test_passes_are_captured_fast_where_all_of_them_is_kernels(monkeypatch):
+    """A layer, a head or a norm without a kernel is compiled by Inductor, for seconds."""
+    session = Session(load_model(embedded_checkpoint(), "cpu"), 128)
+    runner = FusedRunner(session.model)
+    assert not passes_are_kernels(runner) and not session.captures_fast  # no kernel runs on a CPU
+    monkeypatch.setattr("runtime.kernel_choice.is_all_kernels", lambda *_: True)
+    assert passes_are_kernels(runner)
+    session.runner, session.captured = runner, True
+    assert session.captures_fast
+    layer = next(iter(runner.layers.values()))
+    for holder, name, value in (
+        *((runner, "head", None), (runner, "begins_fused", False), (runner.head, "norm", None)),
+        (layer, "mixers", [None]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, value)
+            assert not passes_are_kernels(runner)
+    others = EagerRunner(session.model), CompiledRunner(session.model)
+    assert not any(map(passes_are_kernels, others))
 
 
 class CountOperators(TorchDispatchMode):

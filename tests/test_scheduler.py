@@ -173,3 +173,21 @@ def test_the_queues_limit_counts_requests_without_an_answer():
     assert driver.begin()[0] == [("a", 0)]
     assert driver.scheduler.waiting() == 1
     driver.ask("c", 1)
+
+
+def test_parts_are_prepared_while_there_is_nothing_to_do():
+    """A request ends that; it goes on after the answer, up to the last part."""
+    driver, parts = Driver(1), []
+
+    def prepare_next() -> bool:
+        parts.append(len(driver.running))
+        if len(parts) in (2, 4):
+            driver.ask(str(len(parts)), 1)
+        return len(parts) < 4
+
+    driver.scheduler.prepare_next = prepare_next
+    for count in (2, 4):
+        assert driver.begin() == ([(str(count), 0)], 0) and len(parts) == count
+        assert driver.begin() == ([], 0) and len(parts) == count
+        driver.end()
+    assert not any(parts)

@@ -155,7 +155,9 @@ def test_an_answer_may_end_within_accepted_drafts(make, plain, source):
 @pytest.mark.parametrize("source", ("lookup", "twin", "other"))
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_reader_may_stop_within_accepted_drafts(no_compiler, make, plain, source, compiled):
+    """Also while the next pass is in flight, as on a GPU: nobody reads it."""
     speculation = make(source, 5, compile=compiled)
+    speculation.overlaps = compiled
     for taken in (1, 2, 6, 7):
         stream = speculation.stream(PROMPT, 20, GREEDY)
         answer = list(itertools.islice(stream, taken))
@@ -180,6 +182,7 @@ def test_a_session_and_its_speculation_take_turns(make, plain, source):
 def test_a_session_is_used_to_its_last_position(no_compiler, make, plain, source, compiled):
     """112 positions and 16 spare ones are the cache's 128; 15 drafts past the last fill them."""
     speculation = make(source, 15, length=112, compile=compiled)
+    speculation.overlaps = compiled  # the next pass is in flight, as on a GPU
     assert speculation.cache_len == 128
     for length in range(108, 112):
         ids = (PROMPT * 10)[:length]
@@ -568,7 +571,7 @@ def test_the_command_speculates_by_itself(command):
         ("", 1, 1, "auto"),
         ("--interactive", 0, 1, "auto"),
         ("--compile", 1, 1, "off"),
-        ("--compile --interactive", 0, 1, "off"),
+        ("--compile --interactive", 0, 1, "auto"),
         ("", 2, 1, "off"),
         ("--batch_size 1", 2, 1, "auto"),
         ("--batch_size 1 --compile", 2, 1, "off"),
@@ -590,6 +593,49 @@ def test_what_an_answer_speculates_with(arguments, prompts, ranks, kind, monkeyp
     options = build_parser().parse_args(arguments.split())
     check_options(options)
     assert generate.choose_speculation(options, prompts) == kind
+
+
+def test_a_chat_captures_its_passes_between_answers(no_compiler, hybrid_directory, monkeypatch):
+    """The first answer takes plain steps, so that a chat starts as fast; the second has drafts."""
+    monkeypatch.setattr(Session, "captures_fast", True)
+    monkeypatch.setattr("generate.use_compile_cache", lambda folder: None)
+    options = build_parser().parse_args(["--interactive", "--compile", "--device", "cpu"])
+    check_options(options)
+    checkpoint = generate.open_source(hybrid_directory)
+    speculation = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
+    made = []
+
+    def answer(name: str, given) -> None:
+        tokens = list(speculation.stream([5, 6, 7, 8] * 5, 30, GREEDY))
+        made.append((tokens, len(speculation.steps), speculation.drafted))
+
+    def turns(*_):
+        return SimpleNamespace(handle=answer, last_message=lambda: None)
+
+    monkeypatch.setattr("generate.Chat", turns)
+    monkeypatch.setattr("generate.read_requests", lambda last: iter([("", "a"), ("", "b")]))
+    generate.chat(speculation, None, options, GREEDY)
+    (first, no_passes, _), (second, passes, drafted) = made
+    assert first == second and (no_passes, passes) == (0, 4) and drafted
+    monkeypatch.setattr(Session, "captures_fast", False)  # Inductor would compile each for long
+    found = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
+    assert isinstance(found, Session)
+
+
+def test_greedy_and_sampled_answers_share_steps_where_kernels_choose(no_compiler, make, plain):
+    """A greedy one has a top_k of 1: a server captures 16 steps and 8 passes less."""
+    for source in ("lookup", "twin"):
+        speculation = make(source, 3, compile=True)
+        session = speculation.session
+        session.joins_greedy = source == "lookup"  # a draft model's distributions are not greedy
+        few = session.seen.shape[1]
+        sampled = Sampling(temperature=1.0, top_k=20)
+        assert session.candidates(GREEDY) == (few if source == "lookup" else 0)
+        assert list(speculation.stream(PROMPT, 20, GREEDY)) == plain(PROMPT, 20)
+        steps, passes = len(session.steps), len(speculation.steps)
+        list(speculation.stream(PROMPT, 20, sampled))
+        joined = (len(session.steps), len(speculation.steps)) == (steps, passes)
+        assert joined == session.joins_greedy
 
 
 def test_auto_on_several_ranks_is_refused(monkeypatch):

@@ -111,8 +111,8 @@ def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.
 
 
 def begin_pass(state: tuple, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`runtime.verification.begin_pass`."""
-    (B, N), device = drafts.shape, drafts.device
+    """`runtime.verification.begin_pass`. Drafts may be in pinned host memory."""
+    (B, N), device = drafts.shape, state.token.device
     if N >= MOST:
         raise ValueError(f"{N} drafts: a pass has {MOST - 1} at most")
     tokens, positions = (torch.empty(B, N + 1, dtype=torch.int64, device=device) for _ in range(2))
@@ -135,7 +135,8 @@ def verify_pass(
     """`runtime.verification.verify_pass` among the TOP likeliest tokens, or greedy with top_k 1.
 
     state: a `sampling.StepState` of B sequences. passed int64 [B, N + 1], last int64 [B]: as of
-    `begin_pass`. q: None if greedy. stream: of the random numbers that accept.
+    `begin_pass`. q: None if greedy. result: may be in pinned host memory. stream: of the random
+    numbers that accept.
     """
     B, T, V = logits.shape
     if state.seen.shape != (B, V) or passed.shape != (B, T):
