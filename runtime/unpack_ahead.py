@@ -22,7 +22,7 @@ class UnpackAhead:
         self.ready: dict[nn.Module, tuple[Tensor, Callable[[], None]]] = {}
         self.next: dict[nn.Module, list[nn.Module]] = {}
         own = [linears for linears in blocks if linears]
-        for linears, following in zip(own, [*own[1:], []], strict=True):
+        for linears, following in zip(own, [*own[1:], []], strict=False):
             self.next[linears[0]] = [*linears[1:], *following[:1]]
             for linear in linears:
                 linear.ahead = self.multiply

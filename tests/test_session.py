@@ -579,6 +579,7 @@ def test_dense_weights_are_unpacked_on_a_second_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream(current[-1]))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     a, bb, ccc = map(PackedByName, ("a", "bb", "ccc"))
+    UnpackAhead([[], []])
     UnpackAhead([[a, bb], [], [ccc]])
     x = torch.ones(1, 2)
 
