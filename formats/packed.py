@@ -24,7 +24,7 @@ from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import gather_rows
-from ops.products.prompt_weights import MANY_ROWS, multiply_unpacked, unpack_dense
+from ops.products.prompt_weights import MANY_ROWS, multiply_unpacked
 from ops.products.weights import BITS, GGUF, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
@@ -186,9 +186,6 @@ class Packed(nn.Module):
 class PackedLinear(Packed):
     """`model.Linear` in a format."""
 
-    # Multiplies in place of `unpack_first`: (linear, x [N, in]) -> [N, out].
-    ahead: Callable[["PackedLinear", Tensor], Tensor] | None = None
-
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == x.shape[-1]:  # one token
             y = self.dot(x).to(x.dtype)
@@ -208,15 +205,8 @@ class PackedLinear(Packed):
 
     def unpack_first(self, x: Tensor) -> Tensor:
         """`multiply_all` for rows that `unpacks` is true of. Raises KernelError."""
-        if self.ahead is not None:
-            return self.ahead(self, x)
-        return F.linear(x, self.unpack_like(x))
-
-    def unpack_like(self, x: Tensor) -> Tensor:
-        """Return the weight [out, in] in the 16 bits of x. Raises KernelError."""
         own, parts = FORMATS[self.format], {n: p.unsqueeze(0) for n, p in self.parts().items()}
-        weight = parts, own.kind, own.bits, self.group
-        return unpack_dense(x, self.width, *weight, own_order=True)
+        return multiply_unpacked(x, parts, own.kind, own.bits, self.group, own_order=True)
 
 
 class PackedExpertLinear(Packed):

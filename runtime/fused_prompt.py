@@ -5,7 +5,6 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,13 +24,11 @@ from ops.products.join import Added
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
 from ops.products.routing import route
-from runtime.fused_attention import FusedDecodeAttention, projections_of
+from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import FusedHead
 from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer
-from runtime.graphs import beside
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
-from runtime.unpack_ahead import UnpackAhead
 
 ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
@@ -138,14 +135,6 @@ class PromptLayer:
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
-    def dense_packed(self) -> list[nn.Module]:
-        """Return the dense packed weights, in the order of their products."""
-        names, output = projections_of(self.attention)
-        found = [getattr(self.attention, name, None) for name in (*names, output)]
-        ffn = self.block.ffn if self.is_dense else getattr(self.block.ffn, "shared", None)
-        found += [getattr(ffn, name, None) for name in ("w13", "w2")]
-        return [linear for linear in found if hasattr(linear, "unpack_like")]
-
     def attend(self, normed: Tensor, context: Context) -> Tensor:
         """`Attention.forward` of a chunk, normed [1, T, D]."""
         attention = self.attention
@@ -190,34 +179,23 @@ class PromptLayer:
         if self.is_dense:
             hidden = activate_rows(project(ffn.w13, x), self.activation)
             return project(ffn.w2, hidden), None, None
+        indices, weights = route(project(ffn.router, x), self.routing)
         given = ffn.expert_input(x)
         if not self.resident:
-            indices, weights = route(project(ffn.router, x), self.routing)
             return ffn.merge(x, ffn.experts(given, indices, weights)), indices, weights
         w13, w2 = self.w13, self.w2
-        columns = w13.columns(given)
-        ordered = given if columns is None else gather_rows(given, None, 1, columns)
-        if self.shared is not None:
-            *shared, wait = self.run_shared(x, *((ordered, columns) if given is x else (x, None)))
-        indices, weights = route(project(ffn.router, x), self.routing)
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         results = dict(activation=self.activation, columns=w2.columns(given))
+        columns = w13.columns(given)
+        ordered = given if columns is None else gather_rows(given, None, 1, columns)
         hidden = w13.activate(ordered, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         rows = parts, places, indices, weights, w2.bias
         if self.shared is None:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
-        wait()
-        return combine_rows(*rows, *shared), indices, weights
-
-    def run_shared(self, x: Tensor, *ordered) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
-        """Run the shared expert beside the routed ones: -> its result [T, D], the scores of its
-        gate [T, 1], and a function that waits for both. ordered: as of `SharedExpert.forward`."""
-        assert self.shared is not None
-        with beside() as mark:
-            shared = self.shared.forward(x, *ordered)
-            gate = None if self.gate is None else project(self.gate, x)
-            return shared, gate, mark()
+        shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
+        gate = None if self.gate is None else (x, self.gate.weight)
+        return combine_rows(*rows, shared, gate), indices, weights
 
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block."""
@@ -252,7 +230,6 @@ class PromptRunner(EagerRunner):
                     self.layers[id(block)] = PromptLayer(block, fused[id(block)])
             except ValueError:
                 continue
-        UnpackAhead(layer.dense_packed() for layer in self.layers.values())
 
     @property
     def runs_long_chunks(self) -> bool:

@@ -4,8 +4,8 @@ A step that needs host work in between is captured as several graphs, split at `
 Host work must not reallocate tensors: graphs read and write the addresses seen at capture.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ class CapturedStep:
         torch.cuda.empty_cache()
         self.stack = ExitStack()
         self.stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-        self.second = torch.cuda.Stream()  # of `beside`
         CapturedStep.current = self
         self.begin_graph()
         return self
@@ -43,13 +42,11 @@ class CapturedStep:
             self.end_graph()
 
     def begin_graph(self) -> None:
-        self.graph, self.has_forked = torch.cuda.CUDAGraph(), False
+        self.graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's own thread queries events during the capture.
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def end_graph(self) -> None:
-        if self.has_forked:
-            torch.cuda.current_stream().wait_stream(self.second)
         self.graph.capture_end()
         self.parts.append(self.graph.replay)
 
@@ -70,33 +67,6 @@ def run_on_host(work: Callable[[], None]) -> None:
         work()
     else:
         CapturedStep.current.split(work)
-
-
-@contextmanager
-def beside() -> Iterator[Callable[[], Callable[[], None]]]:
-    """Within, a capture's kernels run beside the later ones of the current stream.
-
-    They run after all that was launched before. Yields `mark`: its result, called, lets the current
-    stream wait for what was launched within before `mark`. Without a capture all kernels run in
-    order: the host would take longer to launch them than the GPU gains.
-
-    The current stream may read a tensor that was made within after such a wait. A tensor from
-    before must live until one.
-    """
-    step = CapturedStep.current
-    if step is None:
-        yield lambda: lambda: None
-        return
-    # Memory of the second stream is used anew only after this wait: the first one has read it then.
-    step.second.wait_stream(torch.cuda.current_stream())
-    step.has_forked = True
-
-    def mark() -> Callable[[], None]:
-        event = step.second.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)
-
-    with torch.cuda.stream(step.second):
-        yield mark
 
 
 class GraphCache:

@@ -600,7 +600,7 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
 
 
 def test_a_captured_prompt_has_the_bits_of_an_eager_one():
-    """Its dense weights are unpacked, and its shared expert runs, beside other kernels."""
+    """Of Gated DeltaNet and gated attention, with a shared expert."""
     args = first_layers(architecture("Qwen3.6-35B-A3B"), 4)
     model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
     session = Session(model, 608, SessionOptions(compile=True, runner_class=FusedRunner))

@@ -1,7 +1,6 @@
 """Sampling, sessions and their compiled form, on small random models."""
 
 import itertools
-from contextlib import contextmanager
 from functools import partial
 from unittest.mock import Mock
 
@@ -10,7 +9,7 @@ import torch
 from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
     LogitsProcessorList,
@@ -35,7 +34,6 @@ from runtime.sampling import Noise, Sampling, sample
 from runtime.session import Session, SessionOptions
 from runtime.session_prompts import short_chunk_sizes
 from runtime.speculation import Speculation
-from runtime.unpack_ahead import UnpackAhead
 
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 17, 3, 99, 42, 8, 120]
@@ -539,68 +537,6 @@ def test_a_repeated_call_is_captured(monkeypatch):
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
-
-
-def test_dense_weights_are_unpacked_on_a_second_stream(monkeypatch):
-    """Behind a block's first product those of its others, and of the next block's first one."""
-    log, current = [], ["first"]
-
-    class FakeStream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-        def record_event(self):
-            return len(log)  # all that is launched until now
-
-        def wait_event(self, event):
-            log.append(f"{self.name} waits for {log[event - 1]}")
-
-    class PackedByName(nn.Module):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def unpack_like(self, x):
-            log.append(f"{self.name} on {current[-1]}")
-            return torch.eye(2) * len(self.name)
-
-    class FakeStep:
-        second = FakeStream("second")
-
-    @contextmanager
-    def stream(inner):
-        current.append(inner.name)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream(current[-1]))
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    a, bb, ccc = map(PackedByName, ("a", "bb", "ccc"))
-    UnpackAhead([[], []])
-    UnpackAhead([[a, bb], [], [ccc]])
-    x = torch.ones(1, 2)
-
-    def run():
-        log.clear()
-        found = [linear.ahead(linear, x).sum().item() for linear in (a, bb, ccc)]
-        assert found == [2, 4, 6]
-        return log
-
-    in_order = ["a on first", "bb on first", "ccc on first"]
-    assert run() == in_order
-    for step in (FakeStep(), FakeStep()):
-        with monkeypatch.context() as patch:
-            patch.setattr(graphs.CapturedStep, "current", step)
-            assert run() == [
-                *("a on first", "second waits for first", "bb on second", "ccc on second"),
-                *("first waits for bb on second", "first waits for ccc on second"),
-            ]
-            assert step.has_forked
-            a.ahead(a, x)  # weights that no other capture may use
-    assert run() == in_order
 
 
 def test_an_outbox_keeps_two_steps_apart(monkeypatch):

@@ -161,19 +161,18 @@ def _solve_chunk(tokens, systems, Q, QK_BATCH, QK_TOKEN, V_BATCH, V_TOKEN, s: tl
 
 @jit
 def _take_in(state, written, rest, correction, remains, s: tl.constexpr):
-    """Return the state [columns, Ck] after a chunk, of which corrections are [columns, T].
-
-    written: the chunk's keys [T, Ck]. rest: their bits below bf16's.
-    """
+    """Return the state after a chunk. written: its keys [T, Ck]. rest: their bits below bf16's."""
+    # The transposed sum: of a right factor in 16 bits with rows of less than 128 bytes, as
+    # corrections are, code of Triton 3.6 for sm_90 reads shared memory out of bounds.
     change = tl.zeros([s.columns, s.key_dim], tl.float32)
+    correction = tl.trans(correction)
     if rest is not None:
         change = tl.dot(correction.to(tl.bfloat16), rest, change)
-    return state * remains + dot_fp32(correction, written, change, "tf32x3")
+    change = dot_fp32(correction, written, change, "tf32x3")
+    return state * remains + tl.trans(change)
 
 
-# Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last,
-# transposed: it is the left operand of all products, which tensor cores take from registers, and
-# what lies in memory is the right one as it is.
+# Grid [Cv / columns, H, B]. The state stays in registers from the first chunk to the last.
 # A program alone reads and writes its columns, in place.
 @jit
 def _scan_chunks(
@@ -184,35 +183,33 @@ def _scan_chunks(
     CV: tl.constexpr = s.value_dim
     T: tl.constexpr = s.rows
     COLUMNS: tl.constexpr = s.columns
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, c = tl.arange(0, T), tl.arange(0, CK)
     chunks = (Q + T - 1) // T
     memory += ((tl.load(row + sequence) if row is not None else sequence) * H + head) * CK * CV
-    memory += columns[:, None] * s.column_step + c[None, :] * s.channel_step
+    memory += c[:, None] * s.channel_step + columns * s.column_step
     state = tl.load(memory)
     key = sequence * QK_BATCH + (head // s.sharing) * CK
     first = (sequence * H + head) * chunks
     place = first * T + i[:, None]
     if s.is_delta:
-        values = systems.solved_values + (place * CV + columns[None, :])
+        values = systems.solved_values + (place * CV + columns)
         keys = systems.solved_keys + (place * CK + c[None, :])
         scores = systems.scores + (place * T + i[None, :])
     else:
         skip = tl.load(tokens.skip + head).to(tl.float32)
         gates = find_gates(tokens, sequence, head, Q, s)
     if s.channel_decay:
-        decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[None, :]
+        decayed, kept = place * CK + c[None, :], (sequence * H + head) * chunks * CK + c[:, None]
     for chunk in range(0, chunks):
         rows = chunk * T + i
         is_real = rows < Q
         if s.is_delta:
-            read = tl.dot(state, tl.trans(tl.load(keys)), input_precision=s.precision)
-            correction = tl.trans(tl.load(values)) - read
-        y = tl.zeros([COLUMNS, T], tl.float32)
+            correction = tl.load(values) - tl.dot(tl.load(keys), state, input_precision=s.precision)
         if s.channel_decay:
-            queries = tl.load(systems.decayed.queries + decayed)
-            y = dot_fp32(state, tl.trans(queries), y, s.precision)
+            y = tl.zeros([T, COLUMNS], tl.float32)
+            y = dot_fp32(tl.load(systems.decayed.queries + decayed), state, y, s.precision)
         else:
             if s.is_delta:
                 factors = systems.factors + (first + chunk) * 2 * T + i
@@ -223,22 +220,21 @@ def _scan_chunks(
                 total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
                 read, write, remains = tl.exp(total), tl.exp(whole - total), tl.exp(whole)
             queries = _load_tokens(tokens.q + key, rows, QK_TOKEN, is_real, s)
-            y = dot_fp32(state, tl.trans(queries), y, s.precision)
-            y *= read[None, :]
+            y = dot_fp32(queries, state, tl.zeros([T, COLUMNS], tl.float32), s.precision)
+            y *= read[:, None]
         if s.is_delta:
             products = tl.load(scores)
         else:
             written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
             products = tl.dot(queries, tl.trans(written), input_precision=s.precision)
             products *= decay_between(total)
-            x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV
-            x = tl.load(x + columns[None, :], mask=is_real[:, None], other=0.0)
-            correction = tl.trans(x.to(tl.float32))
-            y += skip * correction
-            correction *= beta[None, :]
-        y = tl.dot(correction, tl.trans(products), y, input_precision=s.precision)
-        y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns[None, :]
-        tl.store(out + y_offsets, tl.trans(y).to(out.dtype.element_ty), mask=is_real[:, None])
+            x = tokens.v + sequence * V_BATCH + rows[:, None] * V_TOKEN + head * CV + columns
+            x = tl.load(x, mask=is_real[:, None], other=0.0).to(tl.float32)
+            y += skip * x
+            correction = x * beta[:, None]
+        y = tl.dot(products, correction, y, input_precision=s.precision)
+        y_offsets = ((sequence * Q + rows[:, None]) * H + head) * CV + columns
+        tl.store(out + y_offsets, y.to(out.dtype.element_ty), mask=is_real[:, None])
         if s.channel_decay:
             rest = None
             if systems.decayed.rest is not None:
@@ -251,7 +247,7 @@ def _scan_chunks(
         else:
             # Mamba-2's again: kept in registers until here, they were spilled.
             written = _load_tokens(tokens.k + key, rows, QK_TOKEN, is_real, s)
-            correction *= write[None, :]
+            correction *= write[:, None]
             state = _take_in(state, written, None, correction, remains, s)
         if s.is_delta:
             values += T * CV

@@ -44,6 +44,7 @@ class RowSettings:
     most: int = 1024  # numbers of a program
 
     block = property(lambda s: min(s.most, triton.next_power_of_2(s.width)))
+    padded = property(lambda s: triton.next_power_of_2(s.width))
 
 
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
@@ -124,11 +125,18 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 
-# Grid [T, blocks]: a program sums a part of one token.
+# Grid [T, blocks]: a program sums a part of one token. Each computes the gate, a product of one
+# output: the library takes as long for it as this whole kernel.
 @jit
 def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
     token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside = column < s.width
+    inside, factor = column < s.width, 1.0
+    if gate is not None:
+        x, gate_weight = gate
+        number = tl.arange(0, s.padded)
+        x = tl.load(x + token.to(tl.int64) * s.width + number, mask=number < s.width, other=0.0)
+        row = tl.load(gate_weight + number, mask=number < s.width, other=0.0)
+        factor = tl.sigmoid(tl.sum(x.to(tl.float32) * row.to(tl.float32)))
     total = tl.zeros([s.block], tl.float32)
     for a in tl.static_range(s.active):
         pair = token * s.active + a
@@ -140,10 +148,7 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
         total += part * tl.load(weights + pair)
     if shared is not None:
         part = tl.load(shared + token.to(tl.int64) * s.width + column, mask=inside, other=0.0)
-        part = part.to(tl.float32)
-        if gate is not None:
-            part *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
-        total += part
+        total += part.to(tl.float32) * factor
     tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -210,20 +215,23 @@ def combine_rows(
     weights: Tensor,
     bias: Tensor | None = None,
     shared: Tensor | None = None,
-    gate: Tensor | None = None,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
 
     experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
-    is added: the result of a shared expert, times the sigmoid of gate [T, 1] if there is one. The
-    reference is `Experts.combine`, then `GatedSharedExpertMoE.merge`.
+    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
+    [T, D] and the gate's weight [1, D]. The reference is `Experts.combine`, then
+    `GatedSharedExpertMoE.merge`.
     """
     (T, A), width = weights.shape, parts.shape[1]
     check_shapes(places=(places, (T * A,)), experts=(experts, (T, A)))
     if shared is not None:
         check_shapes(shared=(shared, (T, width)))
     if gate is not None:
-        check_shapes(gate=(gate, (T, 1)))
+        x, weight = gate
+        check_shapes(x=(x, (T, width)), gate=(weight, (1, width)))
+        gate = x.contiguous(), weight
     y = parts.new_empty(T, width)
     s = RowSettings(width, A)
     tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y

@@ -355,33 +355,25 @@ def _unpack(weights, y, s: tl.constexpr):
             tl.store(place, number, mask=inside & (n < s.out))
 
 
-def unpack_dense(
-    like: Tensor,
-    width: int,
+def multiply_unpacked(
+    x: Tensor,
     parts: dict[str, Tensor],
     kind: str,
     bits: int,
     group: int,
     own_order: bool = False,
 ) -> Tensor:
-    """Dequantize parts of a weight [1, out, in] to the 16 bits of `like` -> [out, in].
+    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
 
-    width: `in`. own_order: its numbers are as they are, which GGUF's kinds do not take; else in
-    `Format.grouped_order`.
-    """
-    out = parts["codes"].shape[1]
-    y = like.new_empty(out, width)
-    tensors, bits, group = prompt_operands(parts, kind, bits, group)
-    s = PromptSettings(out, width, 1, kind, bits, group, TILE, own_order=own_order)
-    grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
-    launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
-    return y
-
-
-def multiply_unpacked(x: Tensor, *weight) -> Tensor:
-    """x [N, in] in the order of the unpacked weight -> [N, out]. weight: as of `unpack_dense`.
+    own_order: x is as it is, which GGUF's kinds do not take.
 
     The weight is dequantized to 16 bits for this product of the library. With many rows that is
     faster than `_grouped` by more than unpacking takes.
     """
-    return F.linear(x, unpack_dense(x, x.shape[1], *weight))
+    out, width = parts["codes"].shape[1], x.shape[1]
+    y = x.new_empty(out, width)
+    tensors, bits, group = prompt_operands(parts, kind, bits, group)
+    s = PromptSettings(out, width, 1, kind, bits, group, TILE, own_order=own_order)
+    grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
+    launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
+    return F.linear(x, y)
