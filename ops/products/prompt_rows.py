@@ -30,7 +30,7 @@ class GroupSettings:
     shared: int = 0  # A, if each token has a row of a shared expert, too
     rows: int = 128  # pairs that are compared with each other
 
-    bins = property(lambda s: max(64, triton.next_power_of_2(s.E + 1)))  # one for what is no pair
+    bins = property(lambda s: max(64, triton.next_power_of_2(s.E)))
     parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
 
 
@@ -52,10 +52,10 @@ class RowSettings:
 @jit
 def _count_pairs(indices, counts, N, s: tl.constexpr):
     chunk = tl.program_id(0)
-    pair = chunk * s.chunk + tl.arange(0, s.chunk)
-    chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
-    expert = tl.arange(0, s.bins)
-    tl.store(counts + chunk * s.E + expert, tl.histogram(chosen, s.bins), mask=expert < s.E)
+    pair, expert = chunk * s.chunk + tl.arange(0, s.chunk), tl.arange(0, s.bins)
+    chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
+    found = tl.histogram(chosen, s.bins, pair < N)
+    tl.store(counts + chunk * s.E + expert, found, mask=expert < s.E)
 
 
 # Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
@@ -75,19 +75,20 @@ def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr)
     if s.shared:  # expert E, whose rows follow all others: a token's first pair stands for it
         token = chunk * s.chunk + tl.arange(0, s.chunk)
         tl.store(order + N + token, token * s.shared, mask=token < N // s.shared)
-        ends += tl.where(expert == s.E, N // s.shared, 0)
     if chunk == 0:
-        tl.store(group_ends + expert, ends, mask=expert < s.E + (s.shared > 0))
+        tl.store(group_ends + expert, ends, mask=expert < s.E)
+        if s.shared:
+            tl.store(group_ends + s.E, N + N // s.shared)
     next_rows = ends - total + earlier
     for start in range(0, s.chunk, s.rows):
         pair = chunk * s.chunk + start + n
-        chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
+        chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
         # Summed along the axis of which a lane has many numbers: no shuffles.
         before = (chosen[:, None] == chosen[None, :]) & (n[:, None] < n[None, :])
         place = tl.gather(next_rows, chosen, 0) + tl.sum(before.to(tl.int32), 0)
         tl.store(order + place, pair, mask=pair < N)
         tl.store(places + pair, place, mask=pair < N)
-        next_rows += tl.histogram(chosen, s.bins)
+        next_rows += tl.histogram(chosen, s.bins, pair < N)
 
 
 # Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
