@@ -192,6 +192,8 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 @jit
 def _grouped(x, y, group_ends, weights, pairs, columns, bias, shared, s: tl.constexpr):
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    if s.shared:  # its tiles first: the last ones would run alone
+        tile = tl.num_programs(1) - 1 - tile
     expert, first, end = _find_rows(tile, group_ends, s)
     if first < end and block * s.block < s.results:
         if s.shared:  # not a branch of its own, which would have shared memory of its own
