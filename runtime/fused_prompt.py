@@ -30,14 +30,8 @@ from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer
 from runtime.plain_forms import settings_of, undeclared
 from runtime.runner import EagerRunner, without_broken_kernels
 
-# A shared expert like the others is one of them for no more tokens than this: of more, the library
-# multiplies it as fast.
-MOST_JOINED = 256
 ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
-# Up to this number of tokens a shared expert like the others is multiplied with them. With 2,048
-# the library takes as long for it.
-MOST_JOINED = 256
 
 
 class ExpertRows:
@@ -51,34 +45,17 @@ class ExpertRows:
         """Return the order in which the product reads its x, as of `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
-    def joins(self, linear: nn.Module) -> bool:
-        """Whether a dense weight is like one expert's, with codes and scales alone."""
-        if not self.packed or not hasattr(linear, "column_order"):
-            return False
-        own = self.module
-        if self.bias is not None or linear.bias is not None or own.format != linear.format:
-            return False
-        parts = zip(linear.parts().values(), own.parts().values(), strict=True)
-        alike = [(a.shape, a.dtype) == (b.shape[1:], b.dtype) for a, b in parts]
-        return len(alike) == 2 and all(alike) and own.group == linear.group
-
     def activate(
-        self,
-        x: Tensor,
-        pairs: Tensor,
-        indices: Tensor,
-        group_ends: Tensor,
-        shared: dict[str, Tensor] | None = None,
-        **results,
+        self, x: Tensor, pairs: Tensor, indices: Tensor, group_ends: Tensor, **results
     ) -> Tensor:
         """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
 
         x is in the order of `columns`. pairs: integers [N], sorted by expert; indices [T, A].
-        shared, and results, `activation` and `columns`: as of `grouped_gemm`.
+        results: `activation` and `columns`, as of `grouped_gemm`.
         """
         rows = dict(pairs=pairs, active=indices.shape[1])
         if self.columns(x) is not None:
-            rows |= dict(bias=self.bias, shared=shared, **results)
+            rows |= dict(bias=self.bias, **results)
             return self.module.multiply_tokens(x, group_ends, **rows)
         if not self.packed and prefers_kernel(x, len(pairs), self.module.weight, fused=True):
             weight = {"codes": self.module.weight}, "plain", 8 * x.element_size(), 1
@@ -86,12 +63,8 @@ class ExpertRows:
         both = self.multiply(gather_rows(x, **rows, columns=None), group_ends)
         return activate_rows(both, bias=self.bias, pairs=pairs, experts=indices, **results)
 
-    def multiply(
-        self, x: Tensor, group_ends: Tensor, shared: dict[str, Tensor] | None = None
-    ) -> Tensor:
+    def multiply(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """x [N, in] in the order of `columns`, group_ends int32 [E] -> [N, out]."""
-        if shared is not None:
-            return self.module.multiply_tokens(x, group_ends, shared=shared)
         if self.packed:
             return self.module.multiply_ordered(x, group_ends)
         return grouped_mm(x, self.module.weight, group_ends)
@@ -129,10 +102,6 @@ class SharedExpert:
     def __init__(self, ffn: nn.Module, activation: Activation):
         self.w13, self.w2, self.activation = DenseRows(ffn.w13), DenseRows(ffn.w2), activation
 
-    def parts(self) -> list[dict[str, Tensor]]:
-        """Return the parts of both packed weights."""
-        return [rows.linear.parts() for rows in (self.w13, self.w2)]
-
     def forward(self, x: Tensor, ordered: Tensor, columns: Tensor | None) -> Tensor:
         """x [T, D] -> [T, D]. ordered: x in the order of `columns`."""
         own = self.w13.columns(x)
@@ -158,13 +127,11 @@ class PromptLayer:
             self.resident = isinstance(experts, Experts)  # else in host memory
             self.routing = replace(layer.experts.routing, shared=0, gated=False)
         self.shared: SharedExpert | None = None
-        self.is_alike = False  # the shared expert is like the others
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
             shared, self.gate = layer.experts.shared, layer.experts.gate
             if shared is not None and layer.experts.dense is None:
                 self.shared = SharedExpert(shared, self.activation)
-                self.is_alike = self.w13.joins(shared.w13) and self.w2.joins(shared.w2)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
@@ -216,21 +183,17 @@ class PromptLayer:
         given = ffn.expert_input(x)
         if not self.resident:
             return ffn.merge(x, ffn.experts(given, indices, weights)), indices, weights
-        w13, w2, columns = self.w13, self.w2, self.w13.columns(given)
-        joined = self.is_alike and len(x) <= MOST_JOINED and given is x and columns is not None
-        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert, joined)
+        w13, w2 = self.w13, self.w2
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
         results = dict(activation=self.activation, columns=w2.columns(given))
+        columns = w13.columns(given)
         ordered = given if columns is None else gather_rows(given, None, 1, columns)
-        own13, own2 = self.shared.parts() if joined else (None, None)
-        hidden = w13.activate(ordered, order, indices, group_ends, shared=own13, **results)
-        parts = w2.multiply(hidden, group_ends, own2)
+        hidden = w13.activate(ordered, order, indices, group_ends, **results)
+        parts = w2.multiply(hidden, group_ends)
         rows = parts, places, indices, weights, w2.bias
         if self.shared is None:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
-        if joined:  # its rows are the last
-            shared = parts[len(places) :]
-        else:
-            shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
+        shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
         gate = None if self.gate is None else (x, self.gate.weight)
         return combine_rows(*rows, shared, gate), indices, weights
 

@@ -109,27 +109,18 @@ def unpacking_error(
 
 
 def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
-    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair.
-
-    And with a shared expert, which has a row of each token behind the others.
-    """
+    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair."""
     scores = torch.randn(tokens, n_expert - 1)
     indices = scores.topk(active).indices
-    want = [t.int() for t in group_by_expert(indices, n_expert)]
-    same = all(map(torch.equal, group_pairs(indices, n_expert), want))
-    order, places, ends = group_pairs(indices, n_expert, shared=True)
-    (pairs, rows), last = order.split((tokens * active, tokens)), ends[-1].item()
-    same &= all(map(torch.equal, (pairs, places, ends[:-1]), want))
-    return same and (rows // active).equal(torch.arange(tokens).int()) and last == len(order)
+    found = group_pairs(indices, n_expert)
+    return all(a.equal(b) for a, b in zip(found, group_by_expert(indices, n_expert), strict=True))
 
 
-def product_error(
-    format: str, tile: PromptTile, activation: Activation | None = None, shared: bool = False
-) -> float:
+def product_error(format: str, tile: PromptTile, activation: Activation | None = None) -> float:
     """Compare a product of experts' rows, taken from tokens, with one of unpacked weights.
 
     format: "plain", or the name of one. activation: of the outputs with a bias, its results in
-    another order. shared: the last expert's weight has tensors of its own, and there is no bias.
+    another order.
     """
     sizes, out, width, active = (5, 0, 30), 200, 512, 2
     ends, pairs = torch.tensor(sizes).cumsum(0).int(), torch.randperm(sum(sizes))
@@ -144,13 +135,9 @@ def product_error(
         product = parts, own.kind, own.bits, group
     results, bias = {}, torch.zeros(len(sizes), out)
     if activation:
+        bias = torch.randn(len(sizes), out).half()
         columns = torch.randperm(out // 2 if activation.gated else out).int()
-        results = dict(activation=activation, columns=columns)
-        if not shared:
-            bias = results["bias"] = torch.randn(len(sizes), out).half()
-    if shared:
-        results["shared"] = {name: part[-1] for name, part in parts.items()}
-        product = {name: part[:-1] for name, part in parts.items()}, *product[1:]
+        results = dict(activation=activation, bias=bias, columns=columns)
     got = grouped_gemm(x, ends, *product, pairs=pairs, active=active, tile=tile, **results)
     rows = x[pairs // active].float().split(sizes)
     want = [rows @ w.float().T for rows, w in zip(rows, weight, strict=True)]

@@ -205,11 +205,6 @@ def test_a_prompts_product_of_tokens(format, tile, activation):
     assert product_error(format, tile, activation) < 1e-3
 
 
-@pytest.mark.parametrize("format", ("int4", "mxfp4"))
-def test_a_shared_experts_weight_lies_apart(format):
-    assert product_error(format, PromptTile(32, 64, 128, 4, tail=16), SWIGLU, shared=True) < 1e-3
-
-
 @pytest.mark.parametrize(
     "format",
     [

@@ -41,7 +41,6 @@ from ops.products.prompt_weights import (
     weight_field,
 )
 from ops.products.units import finish, finish_int4
-from ops.products.weights import WeightTensors
 
 
 class Speed(NamedTuple):
@@ -190,17 +189,10 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 # some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
 @jit
-def _grouped(x, y, group_ends, weights, pairs, columns, bias, shared, s: tl.constexpr):
+def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    if s.shared:  # its tiles first: the last ones would run alone
-        tile = tl.num_programs(1) - 1 - tile
     expert, first, end = _find_rows(tile, group_ends, s)
     if first < end and block * s.block < s.results:
-        if s.shared:  # not a branch of its own, which would have shared memory of its own
-            is_last = expert == s.E - 1
-            codes = tl.where(is_last, shared.codes, weights.codes)
-            weights = WeightTensors(codes, tl.where(is_last, shared.scale, weights.scale))
-            expert = tl.where(is_last, 0, expert)
         tensors = (x, y, weights, pairs, columns, bias)
         if s.tile.tail < s.tile.rows:
             if end - first <= s.tile.tail:
@@ -255,11 +247,6 @@ def choose_prompt_tile(
     return PromptTile(rows, 128, 256 if rows == 16 else 128, 8, near=1)
 
 
-def has_words(scale: Tensor | None) -> bool:
-    """Whether scales have 16 bits and begin with a word of 32."""
-    return scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
-
-
 def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
     """Yield the tile, then those that take less shared memory.
 
@@ -285,7 +272,6 @@ def grouped_gemm(
     activation: Activation | None = None,
     bias: Tensor | None = None,
     columns: Tensor | None = None,
-    shared: dict[str, Tensor] | None = None,
     tile: PromptTile | None = None,
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
@@ -300,8 +286,7 @@ def grouped_gemm(
     activation: of the outputs, which is the result. One with a gate takes the first half of them as
     gates and the second half as ups -> [N, out / 2]. bias [E, out] is added before. columns int32
     [out or out / 2]: the order of a result's numbers, that of the next product's x; None: as they
-    are. shared: codes and scales [out, ...] of one more expert, which has the last rows and no
-    bias. tile: replaces `choose_prompt_tile`.
+    are. tile: replaces `choose_prompt_tile`.
     """
     (N, width), (E, out, _) = x.shape, parts["codes"].shape
     N = N if pairs is None else len(pairs)
@@ -311,13 +296,10 @@ def grouped_gemm(
         check_shapes(bias=(bias, (E, out)))
     if columns is not None:
         check_shapes(columns=(columns, (results,)))
-    own = None
-    if shared is not None:
-        assert bias is None
-        own, E = prompt_operands(shared, kind, bits, group)[0], E + 1
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, own
-    in_words = all(has_words(one.scale) for one in (tensors, own) if one is not None)
+    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
+    scale = tensors.scale
+    in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
@@ -329,11 +311,9 @@ def grouped_gemm(
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
         tiles = smaller_tiles(chosen)
-    sizes = out, width, E, kind, bits, group
-    rest = active, activation, in_words, own is not None
     candidates = (
         (
-            PromptSettings(*sizes, t, *rest),
+            PromptSettings(out, width, E, kind, bits, group, t, active, activation, in_words),
             dict(warps=t.warps, stages=t.stages, registers=t.registers),
         )
         for t in tiles

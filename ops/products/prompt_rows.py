@@ -27,7 +27,6 @@ class GroupSettings:
 
     E: int  # experts
     chunk: int  # pairs of a program
-    shared: int = 0  # A, if each token has a row of a shared expert, too
     rows: int = 128  # pairs that are compared with each other
 
     bins = property(lambda s: max(64, triton.next_power_of_2(s.E)))
@@ -72,13 +71,8 @@ def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr)
         total += tl.sum(found, 0)
         earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
     ends = tl.cumsum(total, 0)
-    if s.shared:  # expert E, whose rows follow all others: a token's first pair stands for it
-        token = chunk * s.chunk + tl.arange(0, s.chunk)
-        tl.store(order + N + token, token * s.shared, mask=token < N // s.shared)
     if chunk == 0:
         tl.store(group_ends + expert, ends, mask=expert < s.E)
-        if s.shared:
-            tl.store(group_ends + s.E, N + N // s.shared)
     next_rows = ends - total + earlier
     for start in range(0, s.chunk, s.rows):
         pair = chunk * s.chunk + start + n
@@ -158,20 +152,17 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
     tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
 
 
-def group_pairs(
-    experts: Tensor, n_expert: int, shared: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert: int64 [T, A] -> order, places [N], group_ends [n_expert], all int32.
 
     order: the pair of each row, places: the row of each pair. The reference is
-    `model.group_by_expert`. shared: another expert has a row of each token behind all others: order
-    [N + T], a pair of the token for it, and group_ends [n_expert + 1]. All pairs have an expert.
+    `model.group_by_expert`.
     """
-    (T, A), N, experts = experts.shape, experts.numel(), experts.contiguous()
-    chunk = max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS)))
-    s, chunks = GroupSettings(n_expert, chunk, A if shared else 0), triton.cdiv(N, chunk)
-    order, places = (experts.new_empty(n, dtype=torch.int32) for n in (N + T * shared, N))
-    group_ends = experts.new_empty(n_expert + shared, dtype=torch.int32)
+    N, experts = experts.numel(), experts.contiguous()
+    s = GroupSettings(n_expert, max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS))))
+    chunks = triton.cdiv(N, s.chunk)
+    order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
+    group_ends = experts.new_empty(n_expert, dtype=torch.int32)
     counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
     options = dict(settings=s, warps=8)
     found = order, places, group_ends

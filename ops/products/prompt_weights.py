@@ -65,7 +65,6 @@ class PromptSettings(Codes):
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
     in_words: bool = True  # scales have 16 bits and begin with a word of 32
-    shared: bool = False  # the last expert's weight has tensors of its own
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
 
     # Outputs are those of gates, then as many ups.
