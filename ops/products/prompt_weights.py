@@ -32,8 +32,8 @@ from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensor
 # More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
 # were not measured),
 MANY_ROWS = 64
-# unless they are at most so many, and an int4 weight has at least so many outputs: then `_grouped`
-# has programs for all multiprocessors.
+# but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
+# programs for all multiprocessors.
 MOST_DECODED, WIDE = 256, 8192
 
 
