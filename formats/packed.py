@@ -24,7 +24,7 @@ from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import gather_rows
-from ops.products.prompt_weights import MANY_ROWS, multiply_unpacked
+from ops.products.prompt_weights import multiply_unpacked, unpacks_first
 from ops.products.weights import BITS, GGUF, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
@@ -158,8 +158,10 @@ class Packed(nn.Module):
 
     def unpacks(self, x: Tensor) -> bool:
         """Whether a dense weight is unpacked for rows x [N, in], which keep their order."""
-        kind, many = FORMATS[self.format].kind, len(x) > MANY_ROWS and x.element_size() == 2
-        if kind is None or kind in GGUF or not many or torch.compiler.is_compiling():
+        kind = FORMATS[self.format].kind
+        if kind is None or kind in GGUF or x.element_size() != 2 or torch.compiler.is_compiling():
+            return False
+        if not unpacks_first(len(x), len(self.codes), kind):
             return False
         return can_launch(x, f"{UNPACKING} {self.format}")
 
@@ -363,7 +365,8 @@ def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, gr
     """One expert's rows are all rows: `multiply_rows` has no others."""
     weight = parts, format.kind, format.bits, group
     kernel = partial(grouped_gemm, x, group_ends, *weight)
-    if len(group_ends) > 1 or len(x) <= MANY_ROWS or x.element_size() != 2:
+    unpacks = unpacks_first(len(x), parts["codes"].shape[1], format.kind)
+    if len(group_ends) > 1 or not unpacks or x.element_size() != 2:
         return kernel()
     return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Transformer
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.prompts import Places, attend_prompt, attends_prompt, prompt_heads
+from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
-from ops.plain.attention import attend_chunk, gate_heads
+from ops.plain.attention import attend_chunk
 from ops.plain.ring import past_of_chunk, ring_of
 from ops.products.fixed_join import NextNorm, fixed_join
 from ops.products.join import Added
@@ -146,7 +147,7 @@ class PromptLayer:
         heads = attend_prompt(*given) if kernel else attend_chunk(*given)
         if attention.gate:
             gate = projected[:, attention.first_gate :]
-            heads = gate_heads(heads, gate, attention.gate.activation)
+            heads = gate_prompt_heads(heads, gate, attention.gate.activation)
         return project(attention.wo, heads.unsqueeze(0))
 
     def append(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +194,7 @@ class PromptLayer:
         if self.shared is None:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
         shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
-        gate = None if self.gate is None else project(self.gate, x)
+        gate = None if self.gate is None else (x, self.gate.weight)
         return combine_rows(*rows, shared, gate), indices, weights
 
     def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

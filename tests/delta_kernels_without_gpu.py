@@ -22,6 +22,7 @@ from models.layers.gated_delta_net import DeltaNet, DeltaRuleLayer, DeltaSizes, 
 from models.layers.kimi_delta import KimiDelta, KimiDeltaSizes
 from ops.attention import delta, delta_prompt, recurrent_parts
 from ops.attention.delta import delta_tokens
+from ops.plain.attention import gate_heads
 from ops.plain.gated_delta import (
     chunk_in_torch,
     conv_silu_in_torch,
@@ -239,6 +240,10 @@ def part_errors(v: Tensor) -> list[float]:
     gate, scale = torch.cat((v, v), 2)[:, :, H:].sin(), torch.randn(C)
     norms = (f(v, gate, scale, 1e-6) for f in (parts.launch_norm_heads, norm_in_torch))
     found.append(relative_error(*norms))
+    heads = v[0].flatten(1)
+    gate = torch.cat((heads, heads.sin()), 1)[:, heads.shape[1] :]
+    gated = (f(heads, gate, "sigmoid") for f in (parts.launch_head_gate, gate_heads))
+    found.append(relative_error(*gated))
     return found
 
 

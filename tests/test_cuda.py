@@ -38,7 +38,13 @@ from models.gpt_oss import GptOssArgs
 from models.latent_family import LatentArgs
 from models.layers.gated_delta_net import DeltaNet
 from models.layers.yarn import Yarn
-from models.random_weights import RandomWeights, random_prompt
+from models.random_weights import (
+    RandomWeights,
+    architecture,
+    first_layers,
+    number_format,
+    random_prompt,
+)
 from offload.cpu_share import set_copies
 from offload.experts import COUNTERS, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
@@ -645,6 +651,20 @@ def test_a_prompt_whose_length_comes_again_is_recorded(compile_prefill):
                 assert list(session.stream(ids, 20, GREEDY)) == expected, (turn, length, again)
     recorded = {end for (_, end, _), run in session.graphs.known.items() if run is not None}
     assert {128, 192 if compile_prefill else 136, 256} <= recorded
+
+
+def test_a_captured_prompt_has_the_bits_of_an_eager_one():
+    """Of Gated DeltaNet and gated attention, with a shared expert."""
+    args = first_layers(architecture("Qwen3.6-35B-A3B"), 4)
+    model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
+    session = Session(model, 608, SessionOptions(compile=True, runner_class=FusedRunner))
+    for length in (200, 600):
+        found = []
+        for _ in range(4):  # eager, eager and captured, replayed twice
+            session.reset()
+            *_, (logits, *_) = session.prefill(0, random_prompt(args, length), 0)
+            found.append(logits)
+        assert all(map(found[0].equal, found[1:]))
 
 
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))

@@ -73,6 +73,23 @@ def _join_blocks(inverse, system, level, PRECISION: tl.constexpr):
 
 
 @jit
+def _invert_diagonal(system, PRECISION: tl.constexpr):
+    """Invert the blocks of 16 tokens on the diagonal of I + system [T, T] -> [T, T]."""
+    T: tl.constexpr = system.shape[0]
+    N: tl.constexpr = T // 16
+    n, i = tl.arange(0, N), tl.arange(0, 16)
+    own = n[:, None, None, None] == n[None, None, :, None]
+    blocks = tl.sum(tl.where(own, tl.reshape(system, [N, 16, N, 16]), 0.0), 2)
+    apart = (i[:, None] ^ i[None, :])[None, :, :]
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -blocks, 0.0))
+    for level in tl.static_range(1, 4):
+        corner = tl.where(apart >> level == 1, blocks, 0.0)
+        product = tl.dot(corner, inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, product, input_precision=PRECISION)
+    return tl.reshape(tl.where(own, inverse[:, :, None, :], 0.0), [T, T])
+
+
+@jit
 def invert_unit_lower(
     system, LEVELS: tl.constexpr, PRECISION: tl.constexpr, UNROLLED: tl.constexpr = False
 ):
@@ -80,16 +97,18 @@ def invert_unit_lower(
 
     Join pairs of inverted blocks of 1, 2, 4, ... tokens: [[A, 0], [C, B]] has the inverse
     [[A', 0], [-B' C A', B']]. Powers of the system, which need fewer steps, grow without bound and
-    cancel. UNROLLED: every warp then has whole results of 16 tokens, and waits for no other.
+    cancel. UNROLLED: every warp has whole results of 16 tokens, and waits for no other. Else every
+    warp has one block of 16 tokens, until these are joined.
     """
     i = tl.arange(0, system.shape[0])
     apart = i[:, None] ^ i[None, :]
-    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
     if UNROLLED:
+        inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
         for level in tl.static_range(1, LEVELS):
             inverse = _join_blocks(inverse, system, level, PRECISION)
     else:
-        for level in range(1, LEVELS):
+        inverse = _invert_diagonal(system, PRECISION)
+        for level in tl.static_range(4, LEVELS):
             inverse = _join_blocks(inverse, system, level, PRECISION)
     return inverse
 

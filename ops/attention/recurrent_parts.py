@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.attention.delta_state import count_real, fit_tiles, with_even_rows
 from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
+from ops.plain.attention import gate_heads
 from ops.plain.gated_delta import norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
 from ops.plain.pending import convolve_plain
@@ -117,7 +118,8 @@ def launch_convolution(
     return y
 
 
-# Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads.
+# Grid [COUNT / rows]: a program normalizes some of the COUNT = B Q H heads; without weights it only
+# multiplies them by the sigmoid of their gate.
 @jit
 def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
     DIM: tl.constexpr = s.head_dim
@@ -128,17 +130,20 @@ def _norm_heads(x, gate, weight, y, COUNT, GATE_TOKEN, s: tl.constexpr):
     numbers = tl.load(x + row * DIM + c, mask=exists, other=0.0).to(tl.float32)
     gate += row // s.heads * GATE_TOKEN + row % s.heads * DIM + c
     gates = tl.load(gate, mask=exists, other=0.0).to(tl.float32)
-    if s.gates_first:
-        numbers *= gates * tl.sigmoid(gates)
-    numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / DIM + s.eps)
-    if s.gates_first:
-        factor = tl.load(weight + row % s.heads * DIM + c, mask=exists, other=0.0)
-        numbers *= factor.to(tl.float32)
+    if weight is None:
+        numbers *= tl.sigmoid(gates)
     else:
-        factor = tl.load(weight + c).to(tl.float32)
-        if s.is_silu:
-            factor *= gates
-        numbers *= factor * tl.sigmoid(gates)
+        if s.gates_first:
+            numbers *= gates * tl.sigmoid(gates)
+        numbers *= tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / DIM + s.eps)
+        if s.gates_first:
+            factor = tl.load(weight + row % s.heads * DIM + c, mask=exists, other=0.0)
+            numbers *= factor.to(tl.float32)
+        else:
+            factor = tl.load(weight + c).to(tl.float32)
+            if s.is_silu:
+                factor *= gates
+            numbers *= factor * tl.sigmoid(gates)
     tl.store(y + row * DIM + c, numbers.to(y.dtype.element_ty), mask=exists)
 
 
@@ -159,7 +164,16 @@ def launch_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps:
     return _launch_norm(y, gate, weight, gate.new_empty(gate.shape), s)
 
 
-def _launch_norm(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, s: PartSettings) -> Tensor:
+def launch_head_gate(heads: Tensor, gate: Tensor, activation: str = "sigmoid") -> Tensor:
+    """`gate_heads` of heads and gate [T, N]. Any power of 2 that divides N serves as a head."""
+    (T, N), dim = gate.shape, min(1024, gate.shape[1] & -gate.shape[1])
+    s = PartSettings(1024 // dim, heads=N // dim, head_dim=dim)
+    return _launch_norm(heads.view(T, N), gate.unsqueeze(0), None, heads.new_empty(T, N), s)
+
+
+def _launch_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, y: Tensor, s: PartSettings
+) -> Tensor:
     gate, count = with_even_rows(gate), x.numel() // s.head_dim
     tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
     launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
@@ -169,6 +183,13 @@ def _launch_norm(x: Tensor, gate: Tensor, weight: Tensor, y: Tensor, s: PartSett
 convolve_prompt = _in_eager_code("convolution", launch_convolution, convolve_plain)
 gated_group_norm = _in_eager_code("norm of groups", launch_group_norm, group_norm_in_torch)
 _norm_heads_of_tokens = _in_eager_code("gated norm", launch_norm_heads, norm_in_torch)
+_gate_numbers = _in_eager_code("gate of heads", launch_head_gate, gate_heads)
+
+
+def gate_prompt_heads(heads: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """`gate_heads` of a chunk, heads [T, H C]: by one kernel if each number has a sigmoid."""
+    is_plain = activation == "sigmoid" and gate.shape == heads.shape
+    return (_gate_numbers if is_plain else gate_heads)(heads, gate, activation)
 
 
 def gated_rms_norm(

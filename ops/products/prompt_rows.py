@@ -29,7 +29,7 @@ class GroupSettings:
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
 
-    bins = property(lambda s: max(64, triton.next_power_of_2(s.E + 1)))  # one for what is no pair
+    bins = property(lambda s: max(64, triton.next_power_of_2(s.E)))
     parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
 
 
@@ -44,16 +44,17 @@ class RowSettings:
     most: int = 1024  # numbers of a program
 
     block = property(lambda s: min(s.most, triton.next_power_of_2(s.width)))
+    padded = property(lambda s: triton.next_power_of_2(s.width))
 
 
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
 @jit
 def _count_pairs(indices, counts, N, s: tl.constexpr):
     chunk = tl.program_id(0)
-    pair = chunk * s.chunk + tl.arange(0, s.chunk)
-    chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
-    expert = tl.arange(0, s.bins)
-    tl.store(counts + chunk * s.E + expert, tl.histogram(chosen, s.bins), mask=expert < s.E)
+    pair, expert = chunk * s.chunk + tl.arange(0, s.chunk), tl.arange(0, s.bins)
+    chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
+    found = tl.histogram(chosen, s.bins, pair < N)
+    tl.store(counts + chunk * s.E + expert, found, mask=expert < s.E)
 
 
 # Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
@@ -75,13 +76,13 @@ def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr)
     next_rows = ends - total + earlier
     for start in range(0, s.chunk, s.rows):
         pair = chunk * s.chunk + start + n
-        chosen = tl.load(indices + pair, mask=pair < N, other=s.E).to(tl.int32)
+        chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
         # Summed along the axis of which a lane has many numbers: no shuffles.
         before = (chosen[:, None] == chosen[None, :]) & (n[:, None] < n[None, :])
         place = tl.gather(next_rows, chosen, 0) + tl.sum(before.to(tl.int32), 0)
         tl.store(order + place, pair, mask=pair < N)
         tl.store(places + pair, place, mask=pair < N)
-        next_rows += tl.histogram(chosen, s.bins)
+        next_rows += tl.histogram(chosen, s.bins, pair < N)
 
 
 # Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
@@ -124,11 +125,18 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 
-# Grid [T, blocks]: a program sums a part of one token.
+# Grid [T, blocks]: a program sums a part of one token. Each computes the gate, a product of one
+# output: the library takes as long for it as this whole kernel.
 @jit
 def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
     token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside = column < s.width
+    inside, factor = column < s.width, 1.0
+    if gate is not None:
+        x, gate_weight = gate
+        number = tl.arange(0, s.padded)
+        x = tl.load(x + token.to(tl.int64) * s.width + number, mask=number < s.width, other=0.0)
+        row = tl.load(gate_weight + number, mask=number < s.width, other=0.0)
+        factor = tl.sigmoid(tl.sum(x.to(tl.float32) * row.to(tl.float32)))
     total = tl.zeros([s.block], tl.float32)
     for a in tl.static_range(s.active):
         pair = token * s.active + a
@@ -140,10 +148,7 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
         total += part * tl.load(weights + pair)
     if shared is not None:
         part = tl.load(shared + token.to(tl.int64) * s.width + column, mask=inside, other=0.0)
-        part = part.to(tl.float32)
-        if gate is not None:
-            part *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
-        total += part
+        total += part.to(tl.float32) * factor
     tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -210,20 +215,23 @@ def combine_rows(
     weights: Tensor,
     bias: Tensor | None = None,
     shared: Tensor | None = None,
-    gate: Tensor | None = None,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
 
     experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
-    is added: the result of a shared expert, times the sigmoid of gate [T, 1] if there is one. The
-    reference is `Experts.combine`, then `GatedSharedExpertMoE.merge`.
+    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
+    [T, D] and the gate's weight [1, D]. The reference is `Experts.combine`, then
+    `GatedSharedExpertMoE.merge`.
     """
     (T, A), width = weights.shape, parts.shape[1]
     check_shapes(places=(places, (T * A,)), experts=(experts, (T, A)))
     if shared is not None:
         check_shapes(shared=(shared, (T, width)))
     if gate is not None:
-        check_shapes(gate=(gate, (T, 1)))
+        x, weight = gate
+        check_shapes(x=(x, (T, width)), gate=(weight, (1, width)))
+        gate = x.contiguous(), weight
     y = parts.new_empty(T, width)
     s = RowSettings(width, A)
     tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y

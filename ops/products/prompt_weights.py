@@ -30,8 +30,11 @@ from ops.products.units import (
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
 
 # More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
-# were not measured).
+# were not measured),
 MANY_ROWS = 64
+# but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
+# programs for all multiprocessors.
+MOST_DECODED, WIDE = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class PromptSettings(Codes):
         BK, groups = self.tile.numbers, self.width // self.group
         whole = BK % (2 * self.group) == 0 or self.group % BK == 0
         return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
+
+
+def unpacks_first(N: int, out: int, kind: str) -> bool:
+    """Whether a dense weight is unpacked for N rows of x in 16 bits, not decoded by `_grouped`."""
+    return N > MANY_ROWS and not (kind == "int4" and N <= MOST_DECODED and out >= WIDE)
 
 
 def prompt_operands(
