@@ -138,11 +138,10 @@ def open_speculation(
 ) -> Speculation | None:
     """Return what drafts for up to four answers at a time; None: nothing does.
 
-    The default leaves out several ranks and offloaded experts as generate.py does. It leaves out
-    compiled sessions, but those in which a pass is captured fast: after the start, between answers.
+    The default leaves out several ranks and offloaded experts as generate.py does, and compiled
+    sessions: side by side, answers without repetition lost 4 % on an H200, of 3 % that are allowed.
     """
-    is_slow = options.compile and not session.captures_fast
-    is_slow = is_slow or options.offload or process_group.size() > 1
+    is_slow = options.compile or options.offload or process_group.size() > 1
     kind = options.speculate or ("off" if is_slow else "auto")
     return None if kind == "off" else speculate(options, checkpoint, session, kind)
 
