@@ -2,9 +2,9 @@
 
     python benchmarks/few_tokens.py --json few_tokens.json
 
-A row is one product in a CUDA graph, over more copies of its weight than L2 holds: wqkv or the head
-with the norm of x, wo with the residual, or the gate and up product, or the down product, of
-randomly chosen experts. "normed": a kernel of its own has normed x; its time counts. Each form is
+A row is one product in a CUDA graph, over more copies of its weight than L2 holds. It is wqkv or
+the head, each of a normed x; wo, plus the residual; or gate and up, or down, of randomly chosen
+experts. "normed": a kernel of its own has normed x; its time counts. Each form is
 first checked against unpacked weights in fp64, in a process for each case, which also fills
 Triton's cache. GB/s counts each weight, and each distinct expert, once.
 """

@@ -221,9 +221,9 @@ def takes_queries(Q: int, C: int) -> bool:
 def one_part(Q: int, C: int, itemsize: int) -> int:
     """Return up to how many positions are worth kernels of one part, for heads of C numbers.
 
-    itemsize: of the cache. They are one block, or two: a further one takes longer than a merge. 0:
-    with one query an int8 cache has more parts from its second block on, because it takes longer to
-    read than to merge (H100).
+    itemsize: of the cache. They are one block, or two: a further one takes longer than a merge. An
+    int8 cache takes longer to read than to merge (H100), so that one query has parts from the
+    second block on: 0.
     """
     return 0 if itemsize == 1 and Q == 1 else 2 * next(choose_tiles(C, itemsize, Q)).block
 

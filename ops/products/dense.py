@@ -229,7 +229,7 @@ IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 def most_in_registers(weight: Weight) -> int:
     """Return the most tokens of a program of `_multiply_sum`: `IN_REGISTERS`.
 
-    Of a head in 8 bits one less: each of its many programs norms all of x.
+    A head in 8 bits has one less: each of its many programs norms all of x.
     """
     return IN_REGISTERS[BITS[weight.kind]] - (weight.fields == 4 and has_many_rows(weight))
 

@@ -101,7 +101,7 @@ DEFAULTS = {
     **{(kind, 2): Default(4, 64, 2, waste=3) for kind in ("q4_k", "q5_k")},  # hqq's
     **{(kind, 2): Default(2, 32, 1, stay=True) for kind in ("q6_k", "iq4")},  # mxfp4's
 }
-# Of a head: staying programs, so that fewer of them norm x and make integers of it.
+# A head's programs stay, so that fewer of them norm x and make integers of it.
 HEADS = dict.fromkeys(
     ("q4_k", "q5_k", "q6_k"),
     Default(8, 64, 1, waste=3, chunks=1, stay=True),  # q5_k: not measured
