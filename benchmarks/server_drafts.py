@@ -108,7 +108,10 @@ def measure(options: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(
         __doc__.partition("\n")[0],
-        ("python benchmarks/server_drafts.py --arch Qwen3-30B-A3B --mode int4",),
+        (
+            "python benchmarks/server_drafts.py --arch Qwen3-30B-A3B --mode int4",
+            "python benchmarks/server_drafts.py --arch Qwen3-30B-A3B --mode int4 --layers 8",
+        ),
     )
     add_measure_options(parser)
     parser.set_defaults(repeats=3, prompt_len=STEPPED_PROMPT)
