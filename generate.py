@@ -445,8 +445,7 @@ def prepare_session(
             prompt_lengths=tuple(lengths), longest=longest + options.max_new_tokens
         )
     session = open_session(options, checkpoint, device, length, batch, shard, expected)
-    is_slow = not options.speculate and kind == "auto" and options.compile
-    if kind == "off" or (is_slow and not session.captures_fast):
+    if kind == "off":
         return session
     speculation = speculate(options, checkpoint, session, kind, drafter)
     if options.interactive:
@@ -496,8 +495,8 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. A compiled session drafts in a chat
-    alone, which captures passes between answers: an H200 decodes 500 to 800 tokens in the time of
+    experts are left out: those of drafts evict others. Compiled steps are left out, too: their
+    first start compiles the kernels of passes, and an H200 decodes 500 to 800 tokens in the time of
     four captures. Raises ValueError as `check_clocks`.
     """
     kind, ranks = options.speculate, process_group.size()
@@ -509,8 +508,7 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     if options.save_routing:  # drafts have no details
         return "off"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
-    is_slow = options.offload or (options.compile and not options.interactive)
-    return "auto" if one and not is_slow else "off"
+    return "auto" if one and not (options.offload or options.compile) else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:
