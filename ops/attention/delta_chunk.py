@@ -64,10 +64,9 @@ def dot_fp32(x, y, sums, PRECISION: tl.constexpr):
 
 
 @jit
-def _join_blocks(inverse, system, level, PRECISION: tl.constexpr):
-    """Invert blocks of 2**(level + 1) tokens. inverse: of their halves."""
-    i = tl.arange(0, system.shape[0])
-    corner = tl.where((i[:, None] ^ i[None, :]) >> level == 1, system, 0.0)
+def _join_blocks(inverse, system, apart, level, PRECISION: tl.constexpr):
+    """Invert blocks of 2**(level + 1) tokens. inverse: of their halves. apart: token ^ token."""
+    corner = tl.where(apart >> level == 1, system, 0.0)
     product = tl.dot(corner, inverse, input_precision=PRECISION)
     return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
@@ -83,9 +82,7 @@ def _invert_diagonal(system, PRECISION: tl.constexpr):
     apart = (i[:, None] ^ i[None, :])[None, :, :]
     inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -blocks, 0.0))
     for level in tl.static_range(1, 4):
-        corner = tl.where(apart >> level == 1, blocks, 0.0)
-        product = tl.dot(corner, inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, product, input_precision=PRECISION)
+        inverse = _join_blocks(inverse, blocks, apart, level, PRECISION)
     return tl.reshape(tl.where(own, inverse[:, :, None, :], 0.0), [T, T])
 
 
@@ -104,12 +101,10 @@ def invert_unit_lower(
     apart = i[:, None] ^ i[None, :]
     if UNROLLED:
         inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
-        for level in tl.static_range(1, LEVELS):
-            inverse = _join_blocks(inverse, system, level, PRECISION)
     else:
         inverse = _invert_diagonal(system, PRECISION)
-        for level in tl.static_range(4, LEVELS):
-            inverse = _join_blocks(inverse, system, level, PRECISION)
+    for level in tl.static_range(1 if UNROLLED else 4, LEVELS):
+        inverse = _join_blocks(inverse, system, apart, level, PRECISION)
     return inverse
 
 
