@@ -48,13 +48,15 @@ class DraftingBatch(Batch):
 
     def step(self) -> list[NewToken]:
         """`Batch.step`. On a GPU the next pass is in flight while the caller handles the tokens."""
-        begun, sequences = self.speculation.begun, self.drafting_sequences()
-        is_other = self.speculation.in_flight and sequences != self.passing
-        if not (begun and begun.is_pass) and (is_other or not sequences):
-            self.speculation.begun = None
-            return super().step()
-        if not begun:
-            self.begin_pass(sequences)
+        begun = self.speculation.begun
+        if not (begun and begun.is_pass):
+            sequences = self.drafting_sequences()
+            is_other = self.speculation.in_flight and sequences != self.passing
+            if is_other or not sequences:
+                self.speculation.begun = None
+                return super().step()
+            if not begun:
+                self.begin_pass(sequences)
         self.finish_pass()
         sequences = self.drafting_sequences()
         if self.overlaps and sequences and not (may_admit(self) or self.speculation.in_flight):
@@ -135,14 +137,10 @@ class DraftingBatch(Batch):
                 self.begin_text(row, session.ids[row], sequence)
         if not self.in_passes or sequences != before:  # a prompt has run meanwhile, or nothing has
             speculation.read_at, self.in_passes = time.perf_counter(), True
-        speculation.begin_rows(*self.pass_arguments())
-
-    def pass_arguments(self) -> tuple[int, list[int], list[bool], int]:
-        """Return what `Speculation.begin_rows` wants of the sequences of a pass."""
-        sequences = self.passing
         left = [sequence.tokens_left for sequence in sequences]
         drafts = [sequence.drafts for sequence in sequences]
-        return self.candidates_of(sequences), left, drafts, self.size_of(sequences)
+        candidates, size = self.candidates_of(sequences), self.size_of(sequences)
+        speculation.begin_rows(candidates, left, drafts, size)
 
     def finish_pass(self) -> None:
         """Wait for the pass that was begun, if any; keep the tokens of those that still run."""
@@ -150,7 +148,7 @@ class DraftingBatch(Batch):
             self.speculation.begun = None  # a server may have been idle since
         if not self.speculation.begun:
             return
-        found = self.speculation.run_rows(*self.pass_arguments())
+        found = self.speculation.finish_rows()
         for sequence, (tokens, drafted, cached) in zip(self.passing, found, strict=True):
             if sequence.row is None:  # ended meanwhile: its row is as before the pass
                 continue

@@ -270,21 +270,21 @@ class Speculation:
                 del session.ids[0][end:]  # the reader has left within a pass
 
     def run_pass(self, candidates: int, left: int) -> list[int]:
-        """`run_rows` for row 0, of which `left` tokens are to come; return the new tokens."""
-        (found,) = self.run_rows(candidates, [left])
+        """Return the new tokens of row 0: of what is in flight, if anything is.
+
+        left: its tokens that are to come.
+        """
+        if not self.begun:
+            self.begin_rows(candidates, [left])
+        (found,) = self.finish_rows()
         self.session.cached[0] += found.cached
         return found.tokens
 
-    def run_rows(
-        self, candidates: int, left: Sequence[int], drafts: Sequence[bool] = (), size: int = 0
-    ) -> list[PassTokens]:
-        """Draft and verify, or take a plain step, for the first rows; return what each one gets.
+    def finish_rows(self) -> list[PassTokens]:
+        """Return what each row gets of the pass, or the plain step, that `begin_rows` began.
 
-        Arguments are those of `begin_rows`, which may have been called with them before. The caller
-        adds `cached` to the lengths of the rows whose sequences have not ended meanwhile.
+        The caller adds `cached` to the lengths of rows whose sequences have not ended meanwhile.
         """
-        if not self.begun:
-            self.begin_rows(candidates, left, drafts, size)
         begun, self.begun = self.begun, None
         found, now = begun.read(), time.perf_counter()
         self.passes += 1
