@@ -199,7 +199,10 @@ class Product:
         self.norm = Norm(torch.rand(width, **BFLOAT16) + 0.5, 1e-5)
         self.residual, self.routing = torch.randn(1, shape.out, **BFLOAT16), torch.rand(1, n).cuda()
         choices = torch.randperm(copies * n, device="cuda").view(copies, 1, n)
-        self.arguments = list(choices if shape.experts else map(self.weights.single, range(copies)))
+        # Indices of their own, as a router writes them: others may begin anywhere, for which Triton
+        # compiles another kernel.
+        indices = [each.clone() for each in choices]
+        self.arguments = indices if shape.experts else [*map(self.weights.single, range(copies))]
         first = choices[0, 0] if shape.experts else choices.new_zeros(1)
         self.expected = self.reference(self.weights.unpack(first))
 

@@ -92,16 +92,16 @@ DEFAULTS = {
     # of x in a load, so that Triton gives lanes others' scales.
     **{(kind, 1): Default(4, 64, 2, waste=3, chunks=1) for kind in TWO_BITS},
     **{(kind, 2): Default(4, 64, 1, waste=3, chunks=1) for kind in TWO_BITS},
-    ("q8_0", 1): Default(8, 128, 3, long_rows=4),
-    ("q8_0", 2): Default(2, 128, 3, waste=3),
+    ("q8_0", 1): Default(8, 128, 3, chunks=1, long_rows=4),
+    ("q8_0", 2): Default(2, 32, 4, stay=True),
     # In layers of Qwen3-30B-A3B the best of 41 for each of these, or nearly so.
     **{(kind, 1): Default(8, 128, 3, waste=3, chunks=1) for kind in ("nvfp4", *GGUF[1:])},
-    **{(kind, 2): Default(2, 32, 2, stay=True) for kind in ("nvfp4", *GGUF[1:])},
+    **{(kind, 2): Default(2, 64, 2, waste=3, stay=True) for kind in ("nvfp4", *GGUF[1:])},
 }
 # A head's programs stay, so that fewer of them norm x and make integers of it.
 HEADS = dict.fromkeys(
     ("q4_k", "q5_k", "q6_k"),
-    Default(16, 64, 1, waste=3, chunks=1, stay=True),  # q5_k: not measured
+    Default(8, 128, 1, waste=3, chunks=1, stay=True),  # q4_k, q5_k: not measured
 )
 # Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
 # narrow chunks are better. Other kinds and numbers have the tiles of one token.
