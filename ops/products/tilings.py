@@ -93,7 +93,7 @@ DEFAULTS = {
     **{(kind, 1): Default(4, 64, 2, waste=3, chunks=1) for kind in TWO_BITS},
     **{(kind, 2): Default(4, 64, 1, waste=3, chunks=1) for kind in TWO_BITS},
     ("q8_0", 1): Default(8, 128, 3, chunks=1, long_rows=4),
-    ("q8_0", 2): Default(2, 32, 4, stay=True),
+    ("q8_0", 2): Default(2, 64, 4, chunks=4, stay=True),
     # In layers of Qwen3-30B-A3B the best of 41 for each of these, or nearly so.
     **{(kind, 1): Default(8, 128, 3, waste=3, chunks=1) for kind in ("nvfp4", *GGUF[1:])},
     **{(kind, 2): Default(2, 64, 2, waste=3, stay=True) for kind in ("nvfp4", *GGUF[1:])},
