@@ -421,6 +421,7 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
     session, q = speculation.session, speculation.drafter.q
     for rows in speculation.sizes:
         state, _ = session.first_rows(rows)
+        speculation.settle(state)
         for count in range(1, speculation.counts(rows).stop):
             drafts = drafts_of(speculation, rows, count)
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
