@@ -8,14 +8,18 @@ state must not take these tokens in. Every call therefore tells which tokens are
 `context.last` [B] is the index of each row's last real query, -1 for none.
 
 The position of the next call tells which drafts of a pass were accepted. It is on the device. So
-nothing runs in each layer after a pass, and the host does not wait.
+nothing runs in each layer after a pass, and the host does not wait. On a GPU all recurrent layers
+take these drafts in by one kernel, while the host reads the tokens of the pass (`Settling`).
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import Context
+from ops.attention.delta_state import layer_offsets
+from runtime.sampling import StepState
 
 
 class SequenceState(Protocol):
@@ -48,3 +52,25 @@ class SequenceState(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
+
+
+class Settling:
+    """Lets all recurrent layers take in what was accepted of the rows' last call, by one kernel.
+
+    The next call would do that before its own tokens, layer by layer. Nothing, where there is no
+    such kernel.
+    """
+
+    def __init__(self, states: Sequence[SequenceState]):
+        """states: their tensors must keep their addresses."""
+        modules = [state for state in states if isinstance(state, nn.Module)]
+        parts = [part for module in modules for part in module.modules()]
+        found: list[Any] = [part for part in parts if hasattr(part, "take_in")]
+        self.states = found if found and found[0].kernels_support(found[0].state) else []
+        layers = [state.tensors() for state in self.states]
+        self.first, self.offsets = (layers[0], layer_offsets(layers)) if layers else ((), None)
+
+    def __call__(self, rows: StepState) -> None:
+        """Take in the tokens before the position of each of the rows, but of idle ones."""
+        if self.states:
+            self.states[0].settle(self.first, self.offsets, rows.position, rows.last)

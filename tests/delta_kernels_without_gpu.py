@@ -40,6 +40,7 @@ from tests.recurrent_without_gpu import (
     print_results,
     random_state,
     relative_error,
+    settle_second,
 )
 
 PROMPTS = {  # B, Q, K, H, Ck, Cv
@@ -174,6 +175,9 @@ def few_errors(case: tuple, **options) -> list[float]:
             return layer.core(*call)
 
     def take_in(state: DeltaState, position, last, row, by_kernel: bool) -> None:
+        if by_kernel and row is None:
+            settle_second(layer, state, position, last)
+            return
         memory = state.state, state.pending(), [*layer.weights()]
         with mock.patch.object(delta, "kernels_support", lambda _: by_kernel):
             delta.take_in_pending(*memory, position, last, row, state.arrivals)

@@ -28,6 +28,7 @@ from tests.recurrent_without_gpu import (
     print_results,
     prompts_by_kernels,
     random_state,
+    settle_second,
 )
 
 CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None: it had one token)
@@ -85,6 +86,9 @@ def case_errors(case: tuple) -> list[float]:
     layer, *call = random_call(*case)
 
     def take_in(state: MambaState, position, last, row, by_kernel: bool) -> None:
+        if by_kernel and row is None:
+            settle_second(layer, state, position, last)
+            return
         memory = state.state, state.pending(), [*layer.weights()]
         with mock.patch.object(mamba, "kernels_support", lambda _: by_kernel):
             mamba.take_in_pending(*memory, position, last, row, state.arrivals)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from model import Chunk, Context
 from models.layers.pending_state import PendingState, RecurrentLayer
 from ops.attention import delta_prompt, recurrent_parts
+from runtime.sequence_state import Settling
 from tests import interpreter
 from tests.kernels_without_gpu import overwritten
 
@@ -55,6 +57,18 @@ def layer_errors(
             take_in(state, context.positions[:, :1] + count, context.last, row, by_kernel)
         found += state_errors(*taken, B)
     return found
+
+
+def settle_second(layer: RecurrentLayer, state: PendingState, position, last) -> None:
+    """Let a state of a layer take in its pending tokens as the second of three layers."""
+    layers = [deepcopy(layer) for _ in range(3)]
+    for each, own in zip(layers, (deepcopy(state), state, deepcopy(state)), strict=True):
+        each.state, own.weights = own, each.weights
+    rows = SimpleNamespace(position=position.contiguous(), last=last)
+    with mock.patch.object(type(state), "kernels_support", staticmethod(lambda _: True)):
+        Settling([each.state for each in layers])(rows)
+    for other in layers[::2]:
+        assert torch.equal(other.state.state, state.state)
 
 
 @contextmanager

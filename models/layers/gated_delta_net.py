@@ -20,7 +20,7 @@ from models.layers.pending_state import (
     RecurrentLayer,
 )
 from models.tensors import Recipes, conv_recipe, copy_of
-from ops.attention.delta import delta_tokens, kernels_support, take_in_pending
+from ops.attention.delta import delta_tokens, kernels_support, settle, take_in_pending
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import gated_rms_norm
@@ -57,6 +57,8 @@ class DeltaState(PendingState):
     """What a layer remembers: S [Ck, Cv] of each value head."""
 
     take_in = staticmethod(take_in_pending)
+    settle = staticmethod(settle)
+    kernels_support = staticmethod(kernels_support)
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
         K, H, Ck, Cv, _ = sizes
@@ -95,7 +97,6 @@ class DeltaRuleLayer(RecurrentLayer):
         return gated_rms_norm(y, gate, norm.weight, norm.eps, self.gate).to(qkv.dtype).flatten(2)
 
     def weights(self) -> DeltaWeights:
-        """Return the weights that the kernels take."""
         return DeltaWeights(self.conv.weight, self.a_log, self.dt_bias, self.norm.weight)
 
 

@@ -23,6 +23,7 @@ from ops.attention.mamba import (
     MambaWeights,
     kernels_support,
     mamba_tokens,
+    settle,
     take_in_pending,
 )
 from ops.attention.recurrent_parts import gated_group_norm
@@ -63,6 +64,8 @@ class MambaState(PendingState):
     """What a layer remembers: a matrix [P, N] of each head. Its gates are dt."""
 
     take_in = staticmethod(take_in_pending)
+    settle = staticmethod(settle)
+    kernels_support = staticmethod(kernels_support)
 
     def __init__(self, batch: int, sizes: MambaSizes, like: Tensor):
         H, P, G, N, _ = sizes
@@ -137,7 +140,6 @@ class Mamba2(RecurrentLayer):
         return self.norm(y, gate)
 
     def weights(self) -> MambaWeights:
-        """Return the weights that the kernels take."""
         conv = self.conv
         return MambaWeights(conv.weight, conv.bias, self.a_log, self.dt_bias, self.skip)
 

@@ -1,8 +1,8 @@
 """What recurrent layers keep of a sequence: a state, the last inputs of its convolution, and tokens
 that the state has not taken in.
 
-Tokens of a call of 2 to MAX_TENTATIVE are pending: the next call takes in those before its own
-position, from their inputs. A state after each of them would be more memory.
+Tokens of a call of 2 to MAX_TENTATIVE are pending: `settle`, or the next call, takes in those
+before its own position, from their inputs. A state after each of them would be more memory.
 
 Letters: B sequences, Q tokens, N channels of the convolution, W its width, M = MAX_TENTATIVE.
 """
@@ -40,7 +40,12 @@ class PendingState(nn.Module):
     gates: Tensor
     first: Tensor
     arrivals: Tensor
-    take_in: Callable  # the operator `take_in_pending` of the layer's kernels
+    # Of the layer's kernels: the operator `take_in_pending`, the same for all layers, and whether
+    # they run on the GPU of a state.
+    take_in: Callable
+    settle: Callable
+    kernels_support: Callable[[Tensor], bool]
+    weights: Callable[[], Any]  # returns those of the layer, as its kernels take them
 
     def __init__(self, batch: int, sizes: Any, like: Tensor, shape: tuple[int, ...], counters: int):
         """sizes: have `width`, `channels` and `gates`. shape: of a sequence's state, heads first.
@@ -102,6 +107,10 @@ class PendingState(nn.Module):
             count, begins = (f(context, B, Q, x.device) for f in (count_real, call_begins))
             self.keep_pending(rows, count, begins, inputs, gates)
         return y
+
+    def tensors(self) -> list[Tensor]:
+        """Return what `settle` takes of the layer."""
+        return [self.state, *self.pending(), *self.weights(), self.arrivals]
 
     def keep_pending(
         self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor
@@ -202,6 +211,10 @@ class RecurrentLayer(nn.Module):
         """Return the state of `batch` sequences, on the device of `like`."""
         return self.state_class(batch, self.sizes, like)
 
+    def weights(self) -> Any:
+        """Return the weights between the projections, as the kernels take them."""
+        raise NotImplementedError
+
     def has_kernels(self) -> bool:
         """Whether `mix_few` runs on the state's device."""
         raise NotImplementedError
@@ -219,6 +232,7 @@ class RecurrentLayer(nn.Module):
     ) -> PendingState:
         """Make this layer's state, of any length, on the device of `like`, and return it."""
         self.state = self.make_state(batch, like)
+        self.state.weights = self.weights
         return self.state
 
     def products(self) -> list[nn.Module | None]:

@@ -14,6 +14,7 @@ Formulas, letters and the reference: ops/plain/gated_delta.py. T tokens, of whic
 `last` + 1 are real; M tokens that `Pending` has memory for.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from ops.attention.delta_state import (
     norm_head,
     read_and_update,
     softplus,
+    state_of_layer,
     sum_past,
     tile_places,
     with_even_rows,
@@ -266,6 +268,25 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
         tl.store(arrivals, 0)
 
 
+# Grid [H, B, L]: `_update_heads` without tokens, in all layers. offsets: `layer_offsets` of state,
+# pending tokens, weights and arrivals, of which the arguments are the first layer's.
+@jit
+def _settle_heads(memory, arrivals, offsets, s: tl.constexpr):
+    offsets += tl.program_id(2) * 9
+    state, inputs, gates, first = state_of_layer(memory, offsets)
+    pending = Pending(inputs, gates, first, memory.pending.row)
+    weights, offsets = memory.weights, offsets + 4
+    weights = DeltaWeights(
+        weights.conv + tl.load(offsets),
+        weights.a_log + tl.load(offsets + 1),
+        weights.dt_bias + tl.load(offsets + 2),
+        weights.norm + tl.load(offsets + 3),
+    )
+    arrivals += tl.load(offsets + 4)
+    memory = Memory(state, pending, weights, memory.positions, memory.last)
+    _update_heads(None, None, memory, arrivals, None, 1, s, False)
+
+
 @custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
 def delta_tokens(
     qkv: Tensor,
@@ -350,9 +371,8 @@ def take_in_pending(
     rows of the sequences; None: the first. The rest is as for `delta_tokens`.
     """
     w, (H, CK, CV), K = DeltaWeights(*weights), state.shape[1:], arrivals.shape[1]
-    W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
-        s = DeltaSettings(K, H, CK, CV, W, 0.0, False, M, len(w.dt_bias) > H)
+        s = settings_of_none(state, pending, w, arrivals)
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         tensors = None, None, memory, arrivals, None
         launch(_update_heads, (H, len(position)), *tensors, 1, settings=s, warps=WARPS)
@@ -364,3 +384,27 @@ def take_in_pending(
         gated_delta_chunk(q, k, v.unflatten(-1, (H, CV)), ba, w.a_log, w.dt_bias, last, new)
 
     take_in_plain(state, pending, w, position, last, row, advance)
+
+
+def settings_of_none(
+    state: Tensor, pending: Sequence[Tensor], weights: DeltaWeights, arrivals: Tensor
+) -> DeltaSettings:
+    """Return the settings of a call without tokens."""
+    (H, CK, CV), W, M = state.shape[1:], weights.conv.shape[1], pending[1].shape[1]
+    return DeltaSettings(
+        *(arrivals.shape[1], H, CK, CV, W, 0.0, False, M), len(weights.dt_bias) > H
+    )
+
+
+def settle(layer: Sequence[Tensor], offsets: Tensor, position: Tensor, last: Tensor | None) -> None:
+    """Do what `take_in_pending` does for the first sequences, in all layers by one kernel.
+
+    layer: the state, the pending tokens, the weights and arrivals of the first layer; offsets: of
+    all (`layer_offsets`).
+    """
+    state, pending, weights, arrivals = layer[0], layer[1:4], DeltaWeights(*layer[4:-1]), layer[-1]
+    s = settings_of_none(state, pending, weights, arrivals)
+    memory = Memory(state, Pending(*pending), weights, position, last)
+    grid = s.heads, len(position), len(offsets)
+    options = dict(warps=WARPS, registers=128)  # two programs a multiprocessor
+    launch(_settle_heads, grid, memory, arrivals, offsets, settings=s, **options)

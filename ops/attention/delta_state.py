@@ -5,9 +5,11 @@ Pending tokens, and the convolution, are Mamba-2's, too.
 Formulas and reference: ops/plain/gated_delta.py; letters as there and in ops/attention/delta.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ops.launch import jit, tl, triton
@@ -45,6 +47,21 @@ class Memory(NamedTuple):
     weights: NamedTuple
     positions: Tensor  # int64 [B, T]
     last: Tensor | None  # int64 [B]
+
+
+def layer_offsets(layers: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return where each layer's tensors are, from those of the first: int64 [L, N], in elements.
+
+    layers: of each layer N tensors, of one size and dtype in all. So a kernel that is given the
+    first layer's can find the others'.
+    """
+    found = []
+    for layer in layers:
+        for tensor, first in zip(layer, layers[0], strict=True):
+            far, rest = divmod(tensor.data_ptr() - first.data_ptr(), first.itemsize)
+            assert rest == 0 and (tensor.shape, tensor.dtype) == (first.shape, first.dtype)
+            found.append(far)
+    return torch.tensor(found).view(len(layers), -1).to(layers[0][0].device)
 
 
 @dataclass(frozen=True)
@@ -206,6 +223,17 @@ def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 # A call's tokens, and the pending ones ------------------------------------------------------------
+
+
+@jit
+def state_of_layer(memory, offsets):
+    """Return another layer's state, inputs, gates and `first`, whose offsets are there."""
+    pending = memory.pending
+    # Whole allocations of PyTorch: they are further apart than what a thread loads at once.
+    state = memory.state + tl.multiple_of(tl.load(offsets), 16)
+    inputs = pending.inputs + tl.multiple_of(tl.load(offsets + 1), 16)
+    gates, first = pending.gates + tl.load(offsets + 2), pending.first + tl.load(offsets + 3)
+    return state, inputs, gates, first
 
 
 @jit

@@ -12,6 +12,7 @@ then B and C [G N] each; W its width; T tokens, of which a sequence's first `las
 tokens that may be pending.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from ops.attention.delta_state import (
     load_taps,
     memory_row,
     softplus,
+    state_of_layer,
     sum_past,
     with_even_rows,
 )
@@ -225,6 +227,26 @@ def _update_heads_of_groups(
         tl.store(arrivals, 0)
 
 
+# Grid [H * blocks, B, L]: `_update_heads_of_groups` without tokens, in all layers, as
+# `ops.attention.delta._settle_heads`.
+@jit
+def _settle_groups(memory, arrivals, offsets, s: tl.constexpr):
+    offsets += tl.program_id(2) * 10
+    state, inputs, gates, first = state_of_layer(memory, offsets)
+    pending = Pending(inputs, gates, first, memory.pending.row)
+    weights, offsets = memory.weights, offsets + 4
+    weights = MambaWeights(
+        weights.conv + tl.load(offsets),
+        weights.conv_bias + tl.load(offsets + 1),
+        weights.a_log + tl.load(offsets + 2),
+        weights.dt_bias + tl.load(offsets + 3),
+        weights.skip + tl.load(offsets + 4),
+    )
+    arrivals += tl.load(offsets + 5)
+    memory = Memory(state, pending, weights, memory.positions, memory.last)
+    _update_heads_of_groups(None, None, memory, arrivals, None, 0, s, False)
+
+
 @custom_op("moe_fast::mamba_tokens", mutates_args=("state", "pending", "arrivals"))
 def mamba_tokens(
     zx: Tensor,
@@ -288,9 +310,8 @@ def take_in_pending(
 ) -> None:
     """Do what `delta.take_in_pending` does; the arguments are as for `mamba_tokens`."""
     w, (H, P, N), groups = MambaWeights(*weights), state.shape[1:], arrivals.shape[1]
-    W, M = w.conv.shape[1], pending[1].shape[1]
     if kernels_support(state):
-        s = MambaSettings(H, P, groups, N, W, False, M, 0, 0)
+        s = settings_of_none(state, pending, w, arrivals)
         memory = Memory(state, Pending(*pending, row), w, position.contiguous(), last)
         tensors, grid = (None, None, memory, arrivals, None), (H * s.blocks, len(position))
         launch(_update_heads_of_groups, grid, *tensors, 0, settings=s, warps=WARPS)
@@ -303,3 +324,20 @@ def take_in_pending(
         state_space_chunk(x.unflatten(-1, (H, P)), b, c, dt, *rule, new)
 
     take_in_plain(state, pending, w, position, last, row, advance)
+
+
+def settings_of_none(
+    state: Tensor, pending: Sequence[Tensor], weights: MambaWeights, arrivals: Tensor
+) -> MambaSettings:
+    """Return the settings of a call without tokens."""
+    (H, P, N), W, M = state.shape[1:], weights.conv.shape[1], pending[1].shape[1]
+    return MambaSettings(H, P, arrivals.shape[1], N, W, False, M, 0, 0)
+
+
+def settle(layer: Sequence[Tensor], offsets: Tensor, position: Tensor, last: Tensor | None) -> None:
+    """Do what `delta.settle` does."""
+    state, pending, weights, arrivals = layer[0], layer[1:4], MambaWeights(*layer[4:-1]), layer[-1]
+    s = settings_of_none(state, pending, weights, arrivals)
+    memory = Memory(state, Pending(*pending), weights, position, last)
+    grid = s.heads * s.blocks, len(position), len(offsets)
+    launch(_settle_groups, grid, memory, arrivals, offsets, settings=s, warps=WARPS)
