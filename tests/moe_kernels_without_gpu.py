@@ -66,7 +66,14 @@ from ops.plain.mamba2 import group_norm
 from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
-from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
+from ops.products.join import (
+    NOTHING,
+    Added,
+    NormRouter,
+    add_branch,
+    norm_router,
+    norm_tokens,
+)
 from ops.products.routing import route
 from ops.products.weights import BITS, INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
@@ -284,6 +291,23 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     return max(errors)
 
 
+def beside_error(layer: Layer) -> float:
+    """Return the error of a wide product and of a narrow one of bf16 in its launch, of bf16 x."""
+    case, x, norm = layer.case, layer.x.bfloat16(), layer.norm.float()
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    rows = layer.normal(max(1, case.I // 16), case.D).bfloat16()
+    narrow = plain_weight(rows)
+    if not dense.takes_beside(weight, narrow, case.tokens):
+        return 0.0
+    y = torch.full((case.tokens, case.I + len(rows)), torch.nan)
+    parts = y.split((case.I, len(rows)), 1)
+    given = dense.Norm(norm, 1e-5)
+    dense.dense_product(x, weight, given, out=parts[0], beside=(narrow, parts[1]))
+    normed = group_norm(x.double(), norm.double(), 1, 1e-5)
+    want = normed @ layer.plain_dense[0].T, normed @ rows.double().T
+    return max(relative(*pair) for pair in zip(parts, want, strict=True))
+
+
 class PlainRouting(MoE):
     """`MoE.route`, then `GroupRoutedMoE.route`'s factor, without weights."""
 
@@ -334,7 +358,11 @@ def router_errors(layer: Layer) -> dict[str, float]:
         shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
         want_indices = torch.cat((want_indices, shared), 1)
         want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
+    narrow = torch.full((case.tokens, 9), torch.nan)  # a product beside the norm, in longer rows
+    again = norm_tokens(x, norm.weight, 1e-5, beside=(router[:3], narrow[:, 2:5]))
+    assert again.equal(normed) and narrow[:, [0, 1, 5]].isnan().all()
     return {
+        "narrow": relative(narrow[:, 2:5], norm(x) @ router[:3].T),
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),
@@ -391,6 +419,7 @@ def errors(case: Case) -> dict[str, float]:
     layer = Layer(case)
     found = expert_errors(layer) | {"dense": dense_error(layer)}
     found["edge"] = dense_error(layer, edge=True)
+    found["beside"] = beside_error(layer)
     return found | {f"router {name}": error for name, error in router_errors(layer).items()}
 
 
