@@ -114,15 +114,11 @@ def multiply_ranges(
     y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
-    scale, narrow = None, rest[0][0] if len(rest) == 1 and rest[0][1] is None else None
-    if norm is not None and narrow and dense.norm_takes(first, narrow, len(x)):
-        x = dense.norm_beside(x, norm.weight, norm.eps, narrow, parts[1])
-        dense.dense_product(x, first, bias=bias, out=parts[0])
-        return y
+    scale = None
     if norm is not None:
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, first)
-    if narrow and dense.takes_beside(first, narrow, len(x)):
-        beside = narrow, parts[1]
+    if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
+        beside = rest[0][0], parts[1]
         dense.dense_product(x, first, scale, bias=bias, out=parts[0], beside=beside)
         return y
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):

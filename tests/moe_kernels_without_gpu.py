@@ -66,14 +66,7 @@ from ops.plain.mamba2 import group_norm
 from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
-from ops.products.join import (
-    NOTHING,
-    Added,
-    NormRouter,
-    add_branch,
-    norm_router,
-    norm_tokens,
-)
+from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
 from ops.products.routing import route
 from ops.products.weights import BITS, INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
@@ -358,11 +351,7 @@ def router_errors(layer: Layer) -> dict[str, float]:
         shared = (E + torch.arange(case.shared)).expand(case.tokens, -1)
         want_indices = torch.cat((want_indices, shared), 1)
         want_weights = torch.cat((want_weights, share.expand(-1, case.shared)), 1)
-    narrow = torch.full((case.tokens, 9), torch.nan)  # a product beside the norm, in longer rows
-    again = norm_tokens(x, norm.weight, 1e-5, beside=(router[:3], narrow[:, 2:5]))
-    assert again.equal(normed) and narrow[:, [0, 1, 5]].isnan().all()
     return {
-        "narrow": relative(narrow[:, 2:5], norm(x) @ router[:3].T),
         "norm": relative(normed, norm(x)),
         "indices": float((indices != want_indices).sum()),
         "weights": relative(weights, want_weights),

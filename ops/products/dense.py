@@ -268,9 +268,6 @@ def _multiply_sum(
 # Each program makes integers of its x, for 4 bits (docs/log/speculation.md). It norms x, too. On
 # tensor cores that takes more than a kernel of its own: in 4 bits half of all instructions.
 IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
-# Most tokens, and rows and quads of a narrow weight, that the norm's kernel multiplies: it has as
-# many registers for a router's.
-MOST_BESIDE, MOST_ROWS, MOST_QUADS = 16, 256, 512
 
 
 def most_in_registers(weight: Weight) -> int:
@@ -304,18 +301,6 @@ def norm_apart(
         return x, Norm(norm, eps, groups)
     rows = norm_tokens(x.view(len(x) * groups, -1), norm.view(groups, -1), eps)
     return rows.view(x.shape), None
-
-
-def norm_beside(x: Tensor, norm: Tensor, eps: float, narrow: Weight, out: Tensor) -> Tensor:
-    """Return the normed x of `norm_apart`, and store its product with a narrow weight in `out`."""
-    return norm_tokens(x, norm, eps, beside=(narrow.parts[0].view(x.dtype), out))
-
-
-def norm_takes(weight: Weight, narrow: Weight, T: int) -> bool:
-    """Whether the kernel that norms T tokens for a wide weight multiplies them by a narrow one."""
-    is_few = max(1, IN_REGISTERS[BITS[weight.kind]]) < T <= MOST_BESIDE
-    is_small = narrow.out <= MOST_ROWS and narrow.quads <= MOST_QUADS
-    return is_few and narrow.kind == "bf16" and is_small
 
 
 def norms_groups(weight: Weight, groups: int, T: int, tiles: Tiles | None = None) -> bool:
@@ -387,8 +372,8 @@ def dense_product(
 def rows_beside(weight: Weight, T: int) -> int:
     """Return the rows of a program that multiplies a narrow weight beside a wide one.
 
-    The programs are a few that run beside those of the wide weight at once, and
-    have registers for all of their weights, and for several tokens' x.
+    A few programs, which run at once, and have registers for all of their weights, and for several
+    tokens' x.
     """
     rows = min(8, triton.next_power_of_2(triton.cdiv(8 * weight.out, weight.multiprocessors)))
     return rows if T == 1 else max(1, rows // 2)
@@ -397,8 +382,8 @@ def rows_beside(weight: Weight, T: int) -> int:
 def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
-    So in registers, if the narrow weight has a sixteenth of the other's rows, and its programs have
-    registers for all of their weights.
+    It does in registers, if the narrow weight has at most a sixteenth of the other's rows, and its
+    programs have registers for all of their weights.
     """
     small = rows_beside(narrow, 1) * narrow.quads <= 1024 and 16 * narrow.out <= weight.out
     most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))

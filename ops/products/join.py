@@ -5,8 +5,7 @@
     norm_router           x is given; or x and a sublayer's result to be normed, or the messages of
                           all ranks (ops/ranks/mailbox.py), or these to be normed; scores. An x
                           that is normed already has scores alone
-    norm_tokens           the same without scores, or with a narrow product in their place: more
-                          tokens than a product norms by itself
+    norm_tokens           the same without scores: more tokens than a product norms by itself
     add_branch            x + a normed result, or that of messages; x + messages; no norm after it
     fixed_join            x + y, or normed branches; no scores: compiled blocks
 
@@ -41,7 +40,6 @@ from ops.products.weights import Weight
 from ops.ranks.mailbox import MAX_PROGRAMS, Messages, TokenInbox, count_call, load_call, words_of
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
-ROWS_BESIDE = 4  # rows of a narrow product that a program of `norm_tokens` computes
 PROBES = 32  # words of a message for which a program waits before it reads all of them
 PART = 128  # numbers that a program (one warp) adds, if nothing is normed
 
@@ -103,7 +101,6 @@ class Join:
     messages: Messages | None = None
     layout: Layout | None = None
     order: UnitOrder | None = None  # in which the norm is stored
-    score_row: int = 0  # numbers from a token's scores to the next one's; 0: as many as it has
 
     # Numbers of a tile that has a token, or a part of it.
     block = property(lambda s: s.part or triton.next_power_of_2(s.D))
@@ -221,7 +218,7 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
     x += at
     y = None if added.y is None else added.y + at
     if scores is not None:
-        scores += token * (s.score_row or (1 + (router.score_bias is not None)) * s.N)
+        scores += token * ((1 + (router.score_bias is not None)) * s.N)
     if indices is not None:
         indices += token * s.pairs
     if l is not None:
@@ -390,28 +387,17 @@ def norm_router(
 
 
 def norm_tokens(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    added: Added = NOTHING,
-    total: Tensor | None = None,
-    beside: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, norm: Tensor | None, eps: float, added: Added = NOTHING, total: Tensor | None = None
 ) -> Tensor:
     """Return the RMS norm of x [T, D], as `RMSNorm`. added, total: as of `norm_router`.
 
-    norm [G, D]: T tokens have G rows each, with weights of their own. beside: a weight [N, D] of
-    x's dtype, and where to store the norm times it [T, N]; its rows may be parts of longer ones.
+    norm [G, D]: T tokens have G rows each, with weights of their own.
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
+    tensors = x, added, norm, Router(), Results(normed, total)
     s = Join(D, eps, many=True, groups=groups, early=True)
-    results, router, programs, warps = Results(normed, total), Router(), 1, 8
-    if beside is not None:
-        rows, y = beside
-        s = replace(s, N=len(rows), E=len(rows), rows=ROWS_BESIDE, score_row=y.stride(0))
-        results, router = results._replace(scores=y), Router(rows)
-        programs, warps = triton.cdiv(len(rows), ROWS_BESIDE), 4
-    launch(join_tokens, (programs, T), x, added, norm, router, results, settings=s, warps=warps)
+    launch(join_tokens, (1, T), *tensors, settings=s, warps=8)
     return normed
 
 
