@@ -113,9 +113,14 @@ def multiply_ranges(
     """
     y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
     parts = y.split([weight.out for weight, _ in weights], dim=1)
+    (first, bias), *rest = weights
     scale = None
     if norm is not None:
-        x, scale = dense.norm_apart(x, norm.weight, norm.eps, weights[0][0])
+        x, scale = dense.norm_apart(x, norm.weight, norm.eps, first)
+    if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
+        beside = rest[0][0], parts[1]
+        dense.dense_product(x, first, scale, bias=bias, out=parts[0], beside=beside)
+        return y
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):
         early = n == 1  # then the kernel before the previous one, which writes x, has ended
         dense.dense_product(x, weight, scale, bias=bias, out=part, early=early)

@@ -284,6 +284,23 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     return max(errors)
 
 
+def beside_error(layer: Layer) -> float:
+    """Return the error of a wide product and of a narrow one of bf16 in its launch, of bf16 x."""
+    case, x, norm = layer.case, layer.x.bfloat16(), layer.norm.float()
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    rows = layer.normal(max(1, case.I // 16), case.D).bfloat16()
+    narrow = plain_weight(rows)
+    if not dense.takes_beside(weight, narrow, case.tokens):
+        return 0.0
+    y = torch.full((case.tokens, case.I + len(rows)), torch.nan)
+    parts = y.split((case.I, len(rows)), 1)
+    given = dense.Norm(norm, 1e-5)
+    dense.dense_product(x, weight, given, out=parts[0], beside=(narrow, parts[1]))
+    normed = group_norm(x.double(), norm.double(), 1, 1e-5)
+    want = normed @ layer.plain_dense[0].T, normed @ rows.double().T
+    return max(relative(*pair) for pair in zip(parts, want, strict=True))
+
+
 class PlainRouting(MoE):
     """`MoE.route`, then `GroupRoutedMoE.route`'s factor, without weights."""
 
@@ -391,6 +408,7 @@ def errors(case: Case) -> dict[str, float]:
     layer = Layer(case)
     found = expert_errors(layer) | {"dense": dense_error(layer)}
     found["edge"] = dense_error(layer, edge=True)
+    found["beside"] = beside_error(layer)
     return found | {f"router {name}": error for name, error in router_errors(layer).items()}
 
 

@@ -5,6 +5,7 @@
 MAX_TOKENS tokens have another kernel for dense products: ops/products/few_tokens.py.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from ops.products.pipeline import (
 )
 from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles, choose_tiles, has_many_rows
-from ops.products.weights import BITS, Weight, check_rows
+from ops.products.weights import BITS, Weight, WeightTensors, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 
 
@@ -57,6 +58,8 @@ class SumSettings(Product):
     begin: int = 0  # where the result begins in the message
     shared: int = 0  # experts that follow the chosen ones, of the weight's last
     total: int = 0  # experts of the weight
+    beside: "SumSettings | None" = None  # of another weight, that `first` programs multiply
+    first: int = 0
 
     @property
     def first_shared(self) -> int:
@@ -64,6 +67,14 @@ class SumSettings(Product):
         if self.integers or self.blocks > 1 or not self.shared or self.depth < self.chunks:
             return self.depth
         return -(-(self.experts - self.shared) * self.each // self.lanes)
+
+
+class Beside(NamedTuple):
+    """Another weight that is multiplied by the same tokens in one launch."""
+
+    x: Operand
+    weights: WeightTensors
+    y: Tensor
 
 
 @jit
@@ -89,13 +100,20 @@ def _load_biases(bias, experts, factors, rows, s):
 
 
 @jit
-def _first_row(n, s: tl.constexpr):
-    """Return the first row of a program's tile n. The last tiles begin early enough to be whole."""
-    return tl.minimum((tl.program_id(0) + n * tl.num_programs(0)) * s.rows, s.out - s.rows)
+def _first_row(n, place, s: tl.constexpr):
+    """Return the first row of a program's tile n. The last tiles begin early enough to be whole.
+
+    place: the program, and how many there are; None: those of the grid, which take no registers.
+    """
+    if place is None:
+        place = tl.program_id(0), tl.num_programs(0)
+    return tl.minimum((place[0] + n * place[1]) * s.rows, s.out - s.rows)
 
 
-# Grid [R, blocks]: a program computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile
-# of several tokens, which share its weights. x is that of all chosen experts, one after the other
+# A program of `_multiply_sum`. place: as of `_first_row`.
+#
+# It computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile of several tokens, which
+# share its weights. x is that of all chosen experts, one after the other
 # (s.gather, one token), or one row a token.
 #
 # The result is scale * (product + bias), activated if so declared, + residual. An expert's bias has
@@ -109,15 +127,13 @@ def _first_row(n, s: tl.constexpr):
 # With `send` the result is sent to all ranks (ops/ranks/mailbox.py), and not stored. A row that two
 # programs compute is sent twice, with the same bits.
 @jit
-def _multiply_sum(
-    x, choice, residual, weights, bias, y, unknown_zero, send, s: tl.constexpr, PDL: tl.constexpr
-):
+def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, PDL):
     QUANTIZED: tl.constexpr = x.units is not None
     POLLED: tl.constexpr = PDL and s.gather and not QUANTIZED and s.integers
     AHEAD: tl.constexpr = QUANTIZED or POLLED or not s.gather  # weights are loaded before the wait
     TILES: tl.constexpr = s.tiles
     TOKENS: tl.constexpr = s.tokens
-    row = _first_row(0, s)
+    row = _first_row(0, place, s)
     rows, stores = shared_rows(s.rows)
     token = tl.program_id(1) if s.blocks > 1 else 0
     if s.blocks > 1:
@@ -141,7 +157,7 @@ def _multiply_sum(
                 result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
                 tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
                 for n in range(1, TILES):
-                    at = _first_row(n, s) + rows
+                    at = _first_row(n, place, s) + rows
                     if residual is not None:
                         result = tl.load(residual + at, mask=stores, other=0.0)
                     tl.store(y + at, result.to(y.dtype.element_ty), mask=stores)
@@ -176,7 +192,7 @@ def _multiply_sum(
         xs = xs + (load_parts(x, d, s),)
     if send is not None:
         outboxes, call = find_outboxes(send.slots, send.calls, s)
-    table = code_table(unknown_zero, s)
+    table = code_table(zero, s)
     squares = tl.zeros([s.lanes // 32, 32], tl.float32)
     if TILES > 1:
         for c in tl.static_range(s.chunks):
@@ -184,7 +200,7 @@ def _multiply_sum(
                 squares += lane_squares(xs[c][0], s)
             xs = replace(xs, c, prepare(xs[c][0], besides[c], x, s))
     for n in range(TILES):
-        next_row = _first_row(n + 1, s)
+        next_row = _first_row(n + 1, place, s)
         more, both = n + 1 < TILES, (row, next_row)
         totals, _, found, tiles = multiply_tile(
             x, weights, (experts, factors), tiles, (xs, besides), table, both, more, s
@@ -218,6 +234,34 @@ def _multiply_sum(
                 factor = row_scale(weights, row + rows, s)
             if bias is not None:
                 biases = _load_biases(bias, experts, factors, row + rows, s)
+
+
+# Grid [R, blocks]. With `beside` its programs come first: they multiply another weight by the same
+# tokens, beside the others. A kernel of its own would end after them.
+@jit
+def _multiply_sum(
+    x,
+    choice,
+    residual,
+    weights,
+    bias,
+    y,
+    unknown_zero,
+    send,
+    beside,
+    s: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    place = None
+    if s.beside is not None:
+        program = tl.program_id(0)
+        if program < s.first:
+            place = program, s.first
+            own, more, zero = beside.x, beside.weights, unknown_zero
+            _multiply_rows(own, None, None, more, None, beside.y, zero, None, place, s.beside, PDL)
+            return
+        place = program - s.first, tl.num_programs(0) - s.first
+    _multiply_rows(x, choice, residual, weights, bias, y, unknown_zero, send, place, s, PDL)
 
 
 # Most tokens of a program of `_multiply_sum`, by bits of a weight: beyond, tensor cores are faster.
@@ -280,6 +324,7 @@ def dense_product(
     send: TokenInbox | None = None,
     tiles: Tiles | FewTiles | None = None,
     activation: Activation | None = None,
+    beside: tuple[Weight, Tensor] | None = None,
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
@@ -287,6 +332,8 @@ def dense_product(
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
     the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
+    beside: another weight that is multiplied by norm(x), and where to store that product; only as
+    `takes_beside` says.
 
     send: write one token's result of 16 bits into the inboxes of all ranks instead, and return
     None. A kernel that receives must come next: `norm_router` or `add_branch`. A result that cannot
@@ -315,7 +362,32 @@ def dense_product(
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
         fields["early"] = False  # the previous kernel writes x
     operand, how = operands_of(x, weight, scales), (tiles, fields)
-    return launch_sum(operand, weight, None, residual, bias, y, send, how)
+    if beside is not None:
+        narrow, out = beside
+        beside = Beside(operands_of(x, narrow, scales), narrow.tensors, out)
+        fields["beside"] = narrow
+    return launch_sum(operand, weight, None, residual, bias, y, send, how, beside)
+
+
+def rows_beside(weight: Weight, T: int) -> int:
+    """Return the rows of a program that multiplies a narrow weight beside a wide one.
+
+    A few programs, which run at once, and have registers for all of their weights, and for several
+    tokens' x.
+    """
+    rows = min(8, triton.next_power_of_2(triton.cdiv(8 * weight.out, weight.multiprocessors)))
+    return rows if T == 1 else max(1, rows // 2)
+
+
+def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
+    """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
+
+    It does in registers, if the narrow weight has at most a sixteenth of the other's rows, and its
+    programs have registers for all of their weights.
+    """
+    small = rows_beside(narrow, 1) * narrow.quads <= 1024 and 16 * narrow.out <= weight.out
+    most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
+    return most >= T and small and not (weight.word_scaled or narrow.word_scaled)
 
 
 def launch_sum(
@@ -327,9 +399,14 @@ def launch_sum(
     y: Tensor,
     send: TokenInbox | None,
     how: tuple[Tiles | None, dict],
+    beside: Beside | None = None,
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`."""
+    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`.
+
+    The field `beside` is the `Weight` of the argument `beside`.
+    """
     tiles, fields = how
+    narrow = fields.pop("beside", None)
     if send is not None:
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
@@ -339,7 +416,13 @@ def launch_sum(
         experts = choice.indices.shape[1]
     T = fields.get("T", 1)
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, T, **fields)
+    if narrow is not None:
+        tiles = Tiles(rows_beside(narrow, T), 32 * settings.warps, 0, settings.warps)
+        own = fields | dict(scale=1.0, activation=None, stride=beside.y.stride(0))
+        s, (first, _), _ = settings_of(SumSettings, narrow, 0, tiles, blocks, T, **own)
+        settings = dataclasses.replace(settings, beside=s, first=first)
+        grid = grid[0] + first, blocks
     outbox = None if send is None else Outbox(send.slots, send.calls)
-    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox
+    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox, beside
     launch(_multiply_sum, grid, *operands, settings=settings, **options)
     return y if send is None else None
