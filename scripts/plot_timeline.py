@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.pictures import new_figure, picture_command
+from benchmarks.pictures import ACCENT, GREY, INK, new_figure, picture_command
 from cli.parser import Parser
 from cli.script_options import add_picture
 
@@ -52,7 +52,7 @@ PRODUCTS = {
         "_multiply_each": ("top-k, gate, up, SwiGLU",),
     },
 }
-INK, GREY, ACCENT, NEXT = "#1a1a1a", "#767676", "#0b5fa5", "#b9b9b9"
+NEXT = "#b9b9b9"  # the kernel of the next layer
 FIX = "give what benchmarks/fused_decode.py --json wrote"
 Kernel = tuple[str, float, float]  # name, start and duration in us
 
