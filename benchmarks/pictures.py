@@ -1,4 +1,4 @@
-"""What the plotting scripts share: a new figure, saving it, and their main()."""
+"""What the plotting scripts share: colors, a new figure, saving it, and their main()."""
 
 import argparse
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from pathlib import Path
 from cli.command import command
 from cli.parser import Parser
 from cli.script_options import check_picture
+
+INK, GREY, ACCENT = "#1a1a1a", "#767676", "#0b5fa5"
 
 
 def new_figure(size: tuple[float, float], dpi: int = 200):

@@ -12,7 +12,8 @@ from cli.command import MAX_MESSAGE
 from cli.options import parse_size
 from formats import FORMATS
 from formats.quantizer import formats_of_mode, plan_format
-from memory.plan import GB, MARGIN, Memory, ModelSizes, Setup, fit, reserve
+from memory.cards import GB
+from memory.plan import MARGIN, Memory, ModelSizes, Setup, fit, reserve
 from models import build_model
 from offload.plan import OffloadSettings, least_gpu_memory
 from ops.plain.attention import BLOCK

@@ -8,6 +8,7 @@ import torch
 from cli.options import DEFAULT_CHAT_LENGTH
 from formats.kv_cache import KV_CACHES
 from formats.packed import host_bytes, weight_bytes
+from memory.cards import GB
 from model import ModelArgs
 from models import build_model, family_of
 from models.random_weights import first_layers
@@ -32,7 +33,6 @@ from runtime.memory import (
 )
 from tp import ModelShard
 
-GB = 10**9
 MARGIN = 0.05  # share of the free memory that is left for CUDA, if the session does not need it
 
 

@@ -6,6 +6,7 @@ file has.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import get_args
 
 from models.quantization import published_format
@@ -422,6 +423,14 @@ def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:
     if len(kinds) != n_layer:
         c.refuse("layer_types", f"there are {n_layer} layers")
     return kinds
+
+
+def full_layers(
+    c: HFConfig, kinds: tuple[str, str], is_full: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Return the layers of the second of two kinds in layer_types; if absent, by `is_full`."""
+    listed, layers = listed_kinds(c, kinds), range(c.integer("num_hidden_layers"))
+    return tuple(n for n in layers if (is_full(n) if listed is None else listed[n] == kinds[1]))
 
 
 def window_field(c: HFConfig) -> dict:

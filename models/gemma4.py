@@ -22,11 +22,12 @@ from model import (
     Transformer,
     new_parameter,
 )
-from models.config import HFConfig, listed_kinds, unsupported
+from models.config import HFConfig, full_layers, unsupported
 from models.family import Family, PublishedLayout, Shard
 from models.gguf import SANDWICH_NORMS, Values, dense_config, made_of
 from models.layers.geglu import GegluFeedForward, geglu
 from models.layers.sandwich import Branches, SandwichAddNorm, UnitRMSNorm
+from models.layers.windows import KINDS
 from models.tensors import (
     Recipe,
     Recipes,
@@ -39,7 +40,6 @@ from ops.declared import GEGLU, AttentionAdditions, ExpertAdditions, Routing
 from ops.inductor import materialize
 from ops.plain.rope import rope_frequencies, rope_table, rotate
 
-KINDS = "sliding_attention", "full_attention"
 # RoPE parameters by kind of layer; transformers' values of an absent `rope_parameters`.
 ROPE: dict[str, dict] = {
     KINDS[0]: {"rope_type": "default", "rope_theta": 1e4},
@@ -222,13 +222,6 @@ def flat_rope(config: dict) -> dict:
     return config | dotted | {"rope_parameters": rope[KINDS[0]]}
 
 
-def layer_kinds(c: HFConfig) -> list[str]:
-    """Return each layer's kind. The last is global whatever the file says, as in transformers."""
-    n_layer = c.integer("num_hidden_layers")
-    kinds = listed_kinds(c, KINDS) or [KINDS[(layer + 1) % 6 == 0] for layer in range(n_layer)]
-    return [*kinds[:-1], KINDS[1]]
-
-
 def global_heads(c: HFConfig, layers: tuple[int, ...]) -> dict:
     """Return size and number of the global layers' KV heads.
 
@@ -387,7 +380,9 @@ class Gemma4Text(Family):
         return fields | global_heads(c, fields["full_layers"]) | global_rope(c)
 
     def window_fields(self, c: HFConfig) -> dict:
-        full = tuple(n for n, kind in enumerate(layer_kinds(c)) if kind == KINDS[1])
+        """The last layer is global whatever the file says, as in transformers."""
+        full = full_layers(c, KINDS, lambda layer: (layer + 1) % 6 == 0)
+        full = tuple(sorted({*full, c.integer("num_hidden_layers") - 1}))
         return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
 
     def to_hf(self, args: Gemma4Args) -> dict:

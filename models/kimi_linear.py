@@ -9,7 +9,7 @@ from model import Block
 from models.config import (
     MAX_INTEGERS,
     HFConfig,
-    listed_kinds,
+    full_layers,
     mlp_types,
     read_mlp_types,
     unsupported,
@@ -188,10 +188,7 @@ class KimiLinear(LatentFamily):
 
     def window_fields(self, c: HFConfig) -> dict:
         """Every fourth layer but the first has latent attention, unless the file says otherwise."""
-        kinds = listed_kinds(c, KINDS)
-        if kinds is None:
-            kinds = [KINDS[n > 0 and n % 4 == 0] for n in range(c.integer("num_hidden_layers"))]
-        return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1])}
+        return {"full_layers": full_layers(c, KINDS, lambda n: n > 0 and n % 4 == 0)}
 
     def to_hf(self, args: KimiLinearArgs) -> dict:
         kinds = [KINDS[n in args.full_layers] for n in range(args.n_layer)]

@@ -39,6 +39,8 @@ from ops.step.expert_paging import MAX_PAIRS
 # ask for nothing, and a request that finds it asleep waits for up to LONGEST_SLEEP.
 SPIN_SECONDS = 10e-3
 LONGEST_SLEEP = 2e-3  # seconds
+# How long another thread keeps Python's lock while plain products wait for it. Python's own 5 ms
+# are longer than many layers take, and each layer with a miss waits for its answer.
 SWITCH_SECONDS = 1e-4
 THREAD = "cpu share"  # its name
 
@@ -161,7 +163,6 @@ def share_layers(
         server = compiled_server(products, box)
     else:
         server = partial(serve, box, plain_answers(products, box))
-        # Another thread of Python may keep this one from running for as long.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     thread = threading.Thread(target=server, name=THREAD, daemon=True)
     thread.start()

@@ -257,21 +257,6 @@ def _make_token_inbox(device: torch.device) -> TokenInbox:
     return TokenInbox(memory, slots, calls)
 
 
-def reset_token_inbox() -> None:
-    """Let `inbox_of` serve tokens of another D.
-
-    All ranks call it when all that was sent is received, and replay no graph captured before.
-    """
-    if (inbox := state().token_inbox) is not None:
-        torch.cuda.synchronize()
-        dist.barrier()
-        inbox.memory.zero_()
-        inbox.calls.zero_()
-        torch.cuda.synchronize()
-        dist.barrier()
-    state().token_dim = 0
-
-
 def _symmetric_zeros(
     device: torch.device, *shape: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

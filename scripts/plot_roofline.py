@@ -16,7 +16,7 @@ import math
 import sys
 from pathlib import Path
 
-from benchmarks.pictures import new_figure, picture_command
+from benchmarks.pictures import ACCENT, GREY, INK, new_figure, picture_command
 from cli.parser import Parser
 from cli.script_options import add_output
 
@@ -24,7 +24,7 @@ TEXTS = "arch", "mode", "gpu"
 NUMBERS = "tok_s", "bytes_per_token", "read_gb_s", "fraction"
 PEER_TEXTS, PEER_NUMBERS = ("name", "dtype"), ("tok_s", "bytes_per_token")
 OTHER_TEXTS = ("name",)
-INK, GREY, LIGHT, ACCENT = "#1a1a1a", "#767676", "#b9b9b9", "#0b5fa5"
+LIGHT = "#b9b9b9"
 MANY = 10  # results; more have smaller labels
 LINE_BOXES = 150  # boxes along a line, for counting overlaps with labels
 ROUNDS = 3  # of placing labels

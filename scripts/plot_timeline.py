@@ -13,12 +13,13 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.pictures import new_figure, picture_command
+from benchmarks.pictures import ACCENT, GREY, INK, new_figure, picture_command
 from cli.parser import Parser
 from cli.script_options import add_picture
 
 WAYS = (("inductor", "Inductor's kernels"), ("fused", "fused kernels"))
-# Part of a kernel's name -> what it computes; the first that fits. Older results have older names.
+# Part of a kernel's name -> what it computes; the first that fits. Names that Inductor generated
+# are those of docs/timeline.json.
 NAMES = {
     "attend_token_sum": "sum of parts",
     "attend_kernel": "attention",
@@ -33,30 +34,25 @@ NAMES = {
     "add_as_strided": "residual, norm",
     "lshift": "top-k",
     "mm_t_view": "router",
-    "_attend_token": "attention",
-    "_attend_queries": "attention",
-    "_norm_router": "norm, router",
-    "_gate_up": "top-k, gate, up, SwiGLU",
     "_route": "top-k",
 }
 # Kernels that a layer has several of, in order, by the way. The last one is the next layer's.
-FUSED_SUMS = (
-    *("norm, wqkv", "wo, residual", "down, weighted sum, residual"),
-    "norm, wqkv of the next layer",
-)
 PRODUCTS = {
     "inductor": {
         "_multiply_sum": ("wqkv", "wo", "wqkv of the next layer"),
         "_multiply_each": ("gate, up, SwiGLU", "down"),
-        "_dot4": ("wqkv", "wo", "gate, up, SwiGLU", "down", "wqkv of the next layer"),
     },
     "fused": {
-        "_multiply_sum": FUSED_SUMS,
+        "_multiply_sum": (
+            "norm, wqkv",
+            "wo, residual",
+            "down, weighted sum, residual",
+            "norm, wqkv of the next layer",
+        ),
         "_multiply_each": ("top-k, gate, up, SwiGLU",),
-        "_down": FUSED_SUMS,
     },
 }
-INK, GREY, ACCENT, NEXT = "#1a1a1a", "#767676", "#0b5fa5", "#b9b9b9"
+NEXT = "#b9b9b9"  # the kernel of the next layer
 FIX = "give what benchmarks/fused_decode.py --json wrote"
 Kernel = tuple[str, float, float]  # name, start and duration in us
 

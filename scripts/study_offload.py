@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from benchmarks.pictures import new_figure, save_figure
+from benchmarks.pictures import ACCENT, GREY, INK, new_figure, save_figure
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
@@ -40,7 +40,7 @@ from tokenizer import load_tokenizer
 
 LAYERS_AHEAD = 1, 2, 10  # as in the paper
 SHOWN_TOKENS = 64  # in offload_experts.png
-INK, GREY, COLORS = "#1a1a1a", "#767676", ("#0b5fa5", "#c4561a", "#767676")
+COLORS = ACCENT, "#c4561a", GREY
 POLICIES = "lru", "kept", "belady"
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model import Block
-from models.config import HFConfig, listed_kinds, rotary_dim
+from models.config import HFConfig, full_layers, rotary_dim
 from models.family import APART, Shard
 from models.gguf import (
     Values,
@@ -135,11 +135,9 @@ class HybridFamily(ScaledRopeFamily):
 
     def window_fields(self, c: HFConfig) -> dict:
         """Every fourth layer has attention, unless the file says otherwise."""
-        n_layer = c.integer("num_hidden_layers")
         c.setdefault("full_attention_interval", 4)
-        interval, kinds = c.integer("full_attention_interval"), listed_kinds(c, KINDS)
-        kinds = kinds or [KINDS[(layer + 1) % interval == 0] for layer in range(n_layer)]
-        return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1])}
+        interval = c.integer("full_attention_interval")
+        return {"full_layers": full_layers(c, KINDS, lambda n: (n + 1) % interval == 0)}
 
     def to_hf(self, args: HybridArgs) -> dict:
         config = super().to_hf(args)

@@ -7,7 +7,7 @@ or one of their own (layer_rope.py).
 from dataclasses import dataclass
 
 from model import Block
-from models.config import HFConfig, listed_kinds
+from models.config import HFConfig, full_layers
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily
 
 KINDS = "sliding_attention", "full_attention"
@@ -37,9 +37,7 @@ class WindowedFamily(ScaledRopeFamily):
 
     def window_fields(self, c: HFConfig) -> dict:
         n_layer = c.integer("num_hidden_layers")
-        kinds = listed_kinds(c, KINDS)
-        kinds = kinds or [KINDS[self.usual_full(layer, n_layer)] for layer in range(n_layer)]
-        full = tuple(layer for layer, kind in enumerate(kinds) if kind == KINDS[1])
+        full = full_layers(c, KINDS, lambda layer: self.usual_full(layer, n_layer))
         windowed = len(full) < n_layer
         if windowed or c.get("sliding_window") is not None:  # one that no layer has is checked, too
             window = c.integer("sliding_window")

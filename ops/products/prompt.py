@@ -142,7 +142,7 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
     weight_rows = n[:, None]
     scale_rows = expert * tl.cdiv(s.out, s.group) + outputs[:, None] // s.group
     sums = tl.zeros([s.tile.outputs, BM] if s.packed else [BM, s.tile.outputs], tl.float32)
-    # Factors of other types take more registers than are left.
+    # Two steps ahead, factors of other types than bf16 take more registers than are left.
     AHEAD: tl.constexpr = s.scales_ahead if tl.bfloat16 == DTYPE else min(s.scales_ahead, 1)
     factors, fetched = None, None
     if s.step_scaled and AHEAD > 0:
@@ -156,12 +156,10 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         if s.packed:
             at = (weight_rows, scale_rows, unit)
             own = factors
-            if s.step_scaled and AHEAD == 1:
-                own = scale_factors(fetched, weights, weight_rows, s, DTYPE)
-            if s.step_scaled and AHEAD == 0:
-                scales = load_words(weights, weight_rows, start, s), None
+            if s.step_scaled and AHEAD < 2:
+                scales = fetched if AHEAD == 1 else load_words(weights, weight_rows, start, s)
                 own = scale_factors(scales, weights, weight_rows, s, DTYPE)
-            numbers = load_numbers(weights, own, at, inside, start, s, DTYPE)
+            numbers = load_numbers(weights, own, at, inside, start, s)
             if s.step_scaled and AHEAD == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
             if s.step_scaled and AHEAD > 0:

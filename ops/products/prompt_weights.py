@@ -90,9 +90,9 @@ class PromptSettings(Codes):
     def scales_ahead(self) -> int:
         """How many steps ahead a step's scales are loaded: 0 if Triton pipelines them.
 
-        It pipelines what is at least 32 bits wide: int4's, as words of two (`load_words`). ptxas
-        moves what is loaded one step ahead behind the step's last product, so that the next step
-        waits for it. Two ahead it is in time, for a register more each.
+        It pipelines loads of at least 32 bits, so int4's scales by `load_words`. Scales loaded one
+        step ahead arrive late: ptxas moves the load behind the step's last product, and the next
+        step waits. Two steps ahead they arrive in time, for a register more each.
         """
         if self.kind == "mxfp4":
             return 2
@@ -178,7 +178,7 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 @jit
 def load_words(weights, rows, start, s: tl.constexpr):
-    """Load int4's scales of the groups of BK numbers from `start` on as words -> [BN, n].
+    """`load_scales` of int4, as words of two scales -> [BN, n], twice.
 
     Rows have whole words; a step has whole words, too, or a part of one group.
     """
@@ -196,12 +196,13 @@ def load_words(weights, rows, start, s: tl.constexpr):
     else:
         both = tl.join(word, word >> 16)
     both = tl.reshape(both, [both.shape[0], 2 * n]).to(tl.int16)
-    return both.to(weights.scale.dtype.element_ty, bitcast=True)
+    scale = both.to(weights.scale.dtype.element_ty, bitcast=True)
+    return scale, scale
 
 
 @jit
 def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert the result of `load_scales` to a factor and an offset of each group, [BN, n].
+    """Convert fetched scales (`load_scales`, `load_words`) to each group's factor, offset [BN, n].
 
     A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
     q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units.
@@ -259,7 +260,7 @@ def unit_factors(factors, s: tl.constexpr):
 
 
 @jit
-def load_numbers(weights, factors, at, inside, start, s: tl.constexpr, DTYPE: tl.constexpr):
+def load_numbers(weights, factors, at, inside, start, s: tl.constexpr):
     """Load BK numbers from `start` on of each row -> their units, bits above, factors, offsets.
 
     factors: their result of `scale_factors`. at: rows of the weight [BN, 1] and of its blocks'
@@ -337,7 +338,7 @@ def _unpack(weights, y, s: tl.constexpr):
         fetched = load_scales(weights, row, start, s)
         fetched = scale_factors(fetched, weights, row, s, DTYPE)
     at = (row, row // s.group, unit)
-    numbers = load_numbers(weights, fetched, at, inside, start, s, DTYPE)
+    numbers = load_numbers(weights, fetched, at, inside, start, s)
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)

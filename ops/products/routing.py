@@ -26,12 +26,15 @@ def check_router(E: int, D: int, routing: Routing) -> None:
 
 @dataclass(frozen=True)
 class ChoiceSettings:
-    """Settings of a kernel that chooses experts: `Routing` without its tensor.
+    """Settings of a kernel that chooses experts: `Routing` without its tensors.
 
-    A token's scores are those of E experts, with `gated` also the shared experts' gate. There is a
-    second row unless the kernel gets a score_bias. With `sigmoid` it has the scores that become
-    weights. With `biased` it has the bias, as softmax needs all scores before that is added.
-    With `factored` it has the factors of weights. bias_before: as of `Routing`.
+    A row of a token's scores has those of E experts and, with `gated`, that of the shared experts'
+    gate. The choice is by the first row. A kernel without the argument score_bias may find a second
+    one:
+
+        sigmoid     scores without the bias, which become weights
+        biased      the bias: softmax needs all scores before it is added
+        factored    factors of the weights
     """
 
     E: int
@@ -40,7 +43,7 @@ class ChoiceSettings:
     gated: int
     sigmoid: bool
     biased: bool
-    bias_before: bool
+    bias_before: bool  # as in `Routing`
     factored: bool
     norm_topk: bool
     scale: float
@@ -57,14 +60,22 @@ class ChoiceSettings:
 def choice_of(E: int, routing: Routing) -> ChoiceSettings:
     """Return the settings by which a kernel chooses among E experts."""
     has_bias = routing.score_bias is not None
-    kind = has_bias and not routing.softmax, has_bias and routing.softmax
-    kind += routing.bias_before, routing.factors is not None
-    counts = E, routing.active, routing.shared, int(routing.gated)
-    return ChoiceSettings(*counts, *kind, routing.norm_topk, routing.scale)
+    return ChoiceSettings(
+        E,
+        routing.active,
+        routing.shared,
+        gated=int(routing.gated),
+        sigmoid=has_bias and not routing.softmax,
+        biased=has_bias and routing.softmax,
+        bias_before=routing.bias_before,
+        factored=routing.factors is not None,
+        norm_topk=routing.norm_topk,
+        scale=routing.scale,
+    )
 
 
 def queries_of(T: int, last: Tensor | None) -> int:
-    """Return the tokens of a sequence, of T in all. last [B] of `Context`; None: one sequence."""
+    """Return how many of T tokens a sequence has. last: `Context.last` [B]; None: one sequence."""
     return T if last is None else T // len(last)
 
 
@@ -77,9 +88,10 @@ def ordered_bits(scores):
 
 @jit
 def _score_keys(scores, expert, s: tl.constexpr):
-    """Return keys int32 in the order of scores; -2 ** 31 is that of no expert, and of a chosen one.
+    """Return int32 keys in the order of the scores; -2 ** 31 where there is no expert.
 
-    So A of E experts are found even if scores are NaN: w2 waits for all A indices.
+    `choose` gives this key to chosen experts as well. No score has it, not even NaN, so that A
+    experts are always found: w2 waits for A indices.
     """
     key = tl.maximum(ordered_bits(scores), -(2**31) + 1)
     if s.block > s.E:
@@ -108,9 +120,9 @@ def _softmax_scores(score, scores, score_bias, expert, s: tl.constexpr):
 
 @jit
 def choose_one(scores, rank, s: tl.constexpr, WARPS: tl.constexpr):
-    """Return the index of the score of this rank, as `choose` orders them.
+    """Return the expert of this rank, in the order of `choose`.
 
-    Each warp searches by itself: the maxima of a row of [WARPS, BLOCK] are within a warp.
+    Each warp has a row of [WARPS, BLOCK] and searches it by itself: no warp waits for another.
     """
     expert = tl.arange(0, s.block)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(scores + expert, mask=expert < s.E, other=float("-inf"), cache_modifier=".cg")
@@ -137,11 +149,10 @@ def load_gate(scores, score_bias, s: tl.constexpr):
 
 @jit
 def choose(scores, score_bias, indices, weights, s: tl.constexpr):
-    """Store the A best of E scores, then the shared experts: ties go to the lower index.
+    """Store the A experts of the highest scores, then the shared ones. Ties: the lower index.
 
-    score_bias: with a bias or factors, where `scores` are one row of dot products; else None.
-
-    A rounds find one maximum each. Within a warp that is one instruction (redux).
+    score_bias: the bias or the factors, if `scores` is one row of dot products; None: they are in
+    its second row. Each of A rounds finds a maximum, one instruction within a warp (redux).
     """
     A: tl.constexpr = s.active
     expert = tl.arange(0, s.block)
@@ -198,10 +209,11 @@ def _route(scores, score_bias, indices, weights, s: tl.constexpr, PDL: tl.conste
 def route(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Choose experts for several tokens.
 
-    scores: fp32 [T, 1 or 2, N] of `norm_router`, or [T, N] of any dtype, normed tokens times the
-    router's rows.
-    Return expert_indices int64 and expert_weights fp32 [T, A + S]. The reference is `MoE.route`, or
-    that of models/layers/group_routing.py. One token's choice is a part of `experts.gate_up`.
+    scores: fp32 [T, 1 or 2, N] of `norm_router`, or the dot products [T, N] of normed tokens and
+    the router's rows, of any dtype. Return expert_indices int64 and expert_weights fp32 [T, A + S].
+
+    The reference is `MoE.route` of model.py or of models/layers/group_routing.py. `experts.gate_up`
+    chooses for one token itself.
     """
     T, N = len(scores), scores.shape[-1]
     s, score_bias = choice_of(N - routing.gated, routing), None
