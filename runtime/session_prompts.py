@@ -85,10 +85,16 @@ class Prompts(DecodeSteps):
             self.warm_up_short_prompts()
         return super().warm_up(candidates, size)
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether kernels are compiled before they run: the fused ones of one rank."""
+        runner = self.runner
+        return self.captured and type(runner) is FusedRunner and not runner.all_reduces
+
     def compile_kernels(self) -> None:
         """Compile the kernels of steps and short prompts side by side, if they are fused ones."""
         runner = self.runner
-        if not self.captured or type(runner) is not FusedRunner or runner.all_reduces:
+        if not self.compiles_ahead:
             stop_compiling()
             return
         steps = sorted({size for size in (1, 2, 4, 8, self.batch) if size <= self.batch})
