@@ -184,7 +184,7 @@ class Tokenizer:
         # A normalizer may shorten text: NFC joins three Hangul letters of 3 bytes each into one.
         return 3 * max(longest, 1)
 
-    def chat_text(self, messages: list[dict], **variables) -> str:
+    def chat_text(self, messages: list[dict], /, **variables) -> str:
         """Return a conversation as text, formatted by the checkpoint's chat template.
 
         messages: dicts with `role` and `content`. variables: names for the template, such as
@@ -194,7 +194,7 @@ class Tokenizer:
         """
         return self._render(messages, variables).replace(TEXT_MARK, "")
 
-    def chat(self, messages: list[dict], **variables) -> list[int]:
+    def chat(self, messages: list[dict], /, **variables) -> list[int]:
         """Return the ids of `chat_text`.
 
         Control tokens of the template become their ids; those spelled out in a message stay text.

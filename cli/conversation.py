@@ -50,12 +50,21 @@ class Conversation:
         return next((m for m in reversed(self.messages) if m["role"] == role), None)
 
     def open_calls(self) -> list[dict]:
-        """Return the calls of the last answer that have no result yet."""
-        answer = self.last("assistant")
-        if answer is None or self.messages[-1]["role"] == "user":
-            return []
-        done = {message.get("tool_call_id") for message in self.messages}
-        return [call for call in answer.get("tool_calls", ()) if call["id"] not in done]
+        """Return the calls of the last answer that have no result yet.
+
+        Other answers, and other calls of this one, may have the same ids.
+        """
+        at = len(self.messages)
+        while at and self.messages[at - 1]["role"] == "tool":
+            at -= 1
+        answered = [message["tool_call_id"] for message in self.messages[at:]]
+        answer, found = self.messages[at - 1] if at else {"role": ""}, []
+        for call in answer.get("tool_calls", ()) if answer["role"] == "assistant" else ():
+            if call["id"] in answered:
+                answered.remove(call["id"])
+            else:
+                found.append(call)
+        return found
 
     def retract(self) -> str | None:
         """Remove the last message of the user and its answer; return the message, or None."""

@@ -69,6 +69,8 @@ class GrammarTokens:
                 limits = LLParserLimits(**LIMITS)
                 known = LLMatcher(self.library, grammar, log_level=0, limits=limits)
                 raise_error(known, "the schema or grammar is not supported")
+                known.compute_bitmask()  # the first step's; copies have what it computed
+                raise_error(known, "the schema or grammar allows no text, or is too complex")
             self.compiled[grammar] = known
             if len(self.compiled) > MAX_COMPILED:
                 del self.compiled[next(iter(self.compiled))]
@@ -225,7 +227,12 @@ def lark(grammar: str) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """Return the grammar of some texts. Raises ValueError."""
-    return lark(f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
+    return lark(f"start: {' | '.join(map(lark_text, texts))}")
+
+
+def lark_text(text: str) -> str:
+    """Return a text as a literal of Lark: JSON's, which also has DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def lark_or_gbnf(grammar: str) -> str:
@@ -295,7 +302,7 @@ def marker(tokenizer, text: str, is_lenient: bool = False) -> str:
     for part in filter(None, CONTROL_NAME.split(text)):
         id = tokenizer.token_id(part)
         is_control = id is not None and not tokenizer.token_bytes(id)
-        symbols.append(f"<[{id}]>" if is_control else json.dumps(part, ensure_ascii=False))
+        symbols.append(f"<[{id}]>" if is_control else lark_text(part))
     return " ".join(symbols)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from server.constraints import OBJECT, arguments_schema, check_size, marker
+from server.constraints import OBJECT, arguments_schema, check_size, lark_text, marker
 from tokenizer import Tokenizer
 from tool_calls.arguments import Schema, members
 from tool_calls.parser import ArgumentTags
@@ -47,7 +47,7 @@ def forced_call(
             else:
                 schema_text = json.dumps(arguments_schema(_object(schema), number, is_strict))
                 rules.append(f"arguments{number}: %json {schema_text}\n")
-            begin = "" if name else f"{json.dumps(tool, ensure_ascii=False)} {between}"
+            begin = "" if name else f"{lark_text(tool)} {between}"
             space = "" if tags else '" "?'
             calls.append(f"({begin} {space} arguments{number} {end})")
     if not calls:
@@ -82,7 +82,7 @@ def _tagged_arguments(
         if tags.between.endswith("\n"):  # a text would begin with it
             between += ' "\\n"'
         begin = marker(tokenizer, tags.before, is_lenient=True)
-        head = f"{begin} {json.dumps(key, ensure_ascii=False)} {between}"
+        head = f"{begin} {lark_text(key)} {between}"
         rules.append(f"{one}: {head} value{number}_{index}")
         rules.append(_tagged_value(tokenizer, value, root, tags, (number, index), strict))
         skip = [] if key in required else [f"arguments{number}_{index + 1}"]
@@ -104,7 +104,7 @@ def _tagged_value(
     if tags.is_text and Schema(schema, root.root).accepts("", exact=False):
         listed = _listed(schema, "enum")
         if listed and all(isinstance(text, str) for text in listed):
-            options = " | ".join(json.dumps(text, ensure_ascii=False) for text in listed)
+            options = " | ".join(map(lark_text, listed))
             return f"{rule}: ({options}) {after}"
         end = tags.after.strip("\n")
         if marker(tokenizer, end).startswith("<"):  # a control token
@@ -130,7 +130,7 @@ def _python_values(schema: Any, root: Schema, quoted: bool) -> list[str]:
     found = [json.dumps(name) for name, value in names.items() if part.accepts(value)]
     if quoted and isinstance(schema, dict):
         if listed := [value for value in _listed(schema, "enum") if isinstance(value, str)]:
-            found += [json.dumps(repr(text), ensure_ascii=False) for text in listed]
+            found += [lark_text(repr(text)) for text in listed]
         elif not schema.keys() & RESTRICTED and part.accepts("", exact=False):
             found.append(QUOTED)
     return found

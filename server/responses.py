@@ -7,7 +7,7 @@ may stand in it by their ids, as the Vercel AI SDK sends them: ItemStore has bot
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from server.errors import FIELD_MESSAGES, APIError
 from server.plan import GenerationRequest, Limits, parse_body, plan_request
@@ -98,6 +98,16 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     stream: bool = False
     store: bool = True
     metadata: Item = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def check_numbers(self) -> "ResponsesBody":
+        """Refuse NaN and infinities, also as 1e999: the answer repeats these fields as JSON."""
+        repeated = self.input, self.tools, self.tool_choice, self.text.format, self.metadata
+        try:
+            json.dumps(repeated, allow_nan=False)
+        except ValueError:
+            raise ValueError("a number is not finite, or too large for JSON: change it") from None
+        return self
 
     def chat_body(self, store: ItemStore) -> ChatCompletionBody:
         """Return the same request as a chat. Raises APIError if that is invalid."""

@@ -67,7 +67,7 @@ class TokenizerPool:
         self._check_length(prompt)
         return self._call({"prompt": prompt, "bos": bos, "special": special})
 
-    def chat(self, messages: list[dict], **variables: Any) -> list[int]:
+    def chat(self, messages: list[dict], /, **variables: Any) -> list[int]:
         """Return the ids of a conversation in the chat template. Raises ValueError.
 
         variables: of the template, JSON values. A system message that the template refuses is

@@ -413,6 +413,20 @@ def test_conversations_with_calls_are_saved(tmp_path):
         assert not is_conversation(damaged)
 
 
+def test_each_call_has_a_result_of_its_own_whatever_its_id():
+    call = {"id": "a", "type": "function", "function": {"name": "sun", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    conversation = Conversation()
+    for _ in range(2):  # the second answer has the ids of the first
+        conversation.messages += [USER, asked]
+        for count in (2, 1, 0):
+            assert conversation.open_calls() == [call] * count
+            if count:
+                conversation.add_result(call, "17")
+    conversation.messages.append({**USER, "tool_calls": [call]})
+    assert conversation.open_calls() == []
+
+
 @pytest.mark.parametrize("text", ("{", "[]", "{}", '[{"name": 5}]', '[{"function": {}}]', "5"))
 def test_files_without_functions_are_refused(tmp_path, text):
     (tmp_path / "tools.json").write_text(text)

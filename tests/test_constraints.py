@@ -126,6 +126,8 @@ def test_regex_and_lark_and_tool_calls(tokens):
         assert re.fullmatch(pattern, text)
     text = walk(Constraint(tokens, constraints.lark('start: "yes" | "no"')), random.Random(0))
     assert text in ("yes", "no")
+    for text in ("\x7f", 'a\x00"\\\n\u2028\U0001f600'):
+        assert walk(Constraint(tokens, constraints.choice([text])), random.Random(0)) == text
     tools = [("add", SCHEMAS[8]), ("stop", None)]
     markers = '", "arguments":', "}\n</tool_call>"
     for name in ("add", None):

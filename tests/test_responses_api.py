@@ -154,6 +154,23 @@ def test_an_item_without_a_type_is_a_message(tokenizer):
         assert request.generations[0].prompt_ids == tokenizer.encode("x")
 
 
+@pytest.mark.parametrize("number", ("NaN", "-Infinity", "1e999"))
+@pytest.mark.parametrize(
+    "field",
+    (
+        '"metadata": {"a": %s}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"default": %s}}]',
+        '"text": {"format": {"type": "json_object", "x": [%s]}}',
+        '"tool_choice": {"type": "allowed_tools", "tools": [], "x": %s}',
+        '"input": [{"role": "user", "content": "x", "x": %s}]',
+    ),
+)
+def test_numbers_that_the_answer_could_not_repeat_are_refused(tokenizer, number, field):
+    body = f'{{"input": "x", {field % number}}}'.encode()
+    with pytest.raises(APIError, match="not finite"):
+        read_responses_request(body, tokenizer, LIMITS, ItemStore())
+
+
 def test_an_agents_request(server):
     server.answer = lambda prompt: (
         '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'

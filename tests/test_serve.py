@@ -797,6 +797,8 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
             "not supported",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format must be"),
+        ({"grammar": 'root ::= root "a"'}, "grammar: .* allows no text"),
+        ({"regex": "[a&&b]"}, "regex: .* allows no text"),
         ({"stream_options": []}, "stream_options"),
     ),
 )
@@ -937,6 +939,8 @@ def test_body_size_content_type_and_host_are_checked(running):
         running.post(content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}).status_code
         == 415
     )
+    packed = running.post(content=b"x", headers=JSON | {"Content-Encoding": "gzip"})
+    assert packed.status_code == 415 and "'gzip'" in packed.json()["error"]["message"]
     elsewhere = running.post(json={"prompt": "x"}, headers={"Host": "evil.example"})
     assert elsewhere.status_code == 403 and "localhost" in elsewhere.json()["error"]["message"]
     assert running.post(json={"prompt": "x"}, headers={"Host": "[::1]:80"}).status_code == 200

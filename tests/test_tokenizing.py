@@ -54,6 +54,14 @@ def test_it_encodes_as_the_tokenizer_does(pool):
         assert pool.chat(message(text)) == tokenizer.chat(message(text))
 
 
+@pytest.mark.parametrize("name", ("self", "messages"))
+def test_a_templates_variable_may_have_any_name(pool, name):
+    assert pool.chat(message("a"), **{name: "b"}) == load_tokenizer(pool.directory).chat(
+        message("a"), **{name: "b"}
+    )
+    assert pool.chat(message("a"), **{name: "b"}) == pool.chat(message("a"))
+
+
 @pytest.mark.parametrize("fields", [{}, {"parse_special": True}, {"parse_special": False}])
 @pytest.mark.parametrize("as_pool", [True, False])
 def test_control_tokens_of_a_completion_are_parsed_unless_asked_otherwise(pool, fields, as_pool):
