@@ -57,8 +57,8 @@ class SequenceState(Protocol):
 class Settling:
     """Lets all recurrent layers take in what was accepted of the rows' last call, by one kernel.
 
-    The next call would do that before its own tokens, layer by layer. Nothing, where there is no
-    such kernel.
+    The next call would do that before its own tokens, layer by layer. It still does where there is
+    no such kernel, or layers differ in size.
     """
 
     def __init__(self, states: Sequence[SequenceState]):
@@ -66,9 +66,12 @@ class Settling:
         modules = [state for state in states if isinstance(state, nn.Module)]
         parts = [part for module in modules for part in module.modules()]
         found: list[Any] = [part for part in parts if hasattr(part, "take_in")]
-        self.states = found if found and found[0].kernels_support(found[0].state) else []
-        layers = [state.tensors() for state in self.states]
-        self.first, self.offsets = (layers[0], layer_offsets(layers)) if layers else ((), None)
+        has_kernel = found and found[0].kernels_support(found[0].state)
+        layers = [state.tensors() for state in found] if has_kernel else []
+        alike = {tuple((part.shape, part.dtype) for part in layer) for layer in layers}
+        self.states = found if len(alike) == 1 else []
+        if self.states:
+            self.first, self.offsets = layers[0], layer_offsets(layers)
 
     def __call__(self, rows: StepState) -> None:
         """Take in the tokens before the position of each of the rows, but of idle ones."""

@@ -55,12 +55,8 @@ def layer_offsets(layers: Sequence[Sequence[Tensor]]) -> Tensor:
     layers: of each layer N tensors, of one size and dtype in all. So a kernel that is given the
     first layer's can find the others'.
     """
-    found = []
-    for layer in layers:
-        for tensor, first in zip(layer, layers[0], strict=True):
-            far, rest = divmod(tensor.data_ptr() - first.data_ptr(), first.itemsize)
-            assert rest == 0 and (tensor.shape, tensor.dtype) == (first.shape, first.dtype)
-            found.append(far)
+    pairs = [pair for layer in layers for pair in zip(layer, layers[0], strict=True)]
+    found = [(one.data_ptr() - first.data_ptr()) // first.itemsize for one, first in pairs]
     return torch.tensor(found).view(len(layers), -1).to(layers[0][0].device)
 
 
