@@ -314,8 +314,8 @@ def dense_product(
     if weight.word_scaled and scales is None:
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
         fields["early"] = False  # the previous kernel writes x
-    operand, how = operands_of(x, weight, scales), (tiles, fields)
-    return launch_sum(operand, weight, None, residual, bias, y, send, how)
+    operand = operands_of(x, weight, scales)
+    return launch_sum(operand, weight, None, residual, bias, y, send, tiles, **fields)
 
 
 def launch_sum(
@@ -326,18 +326,16 @@ def launch_sum(
     bias: Tensor | None,
     y: Tensor,
     send: TokenInbox | None,
-    how: tuple[Tiles | None, dict],
+    tiles: Tiles | None,
+    **fields,
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`."""
-    tiles, fields = how
+    """Launch `_multiply_sum`. fields: of `SumSettings`, without those of `send`."""
     if send is not None:
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
         fields |= dict(half=send.memory.stride(0), ranks=len(send.slots), begin=send.begin)
-    experts, blocks = 0, fields.get("blocks", 1)
-    if choice is not None and choice.indices is not None:
-        experts = choice.indices.shape[1]
-    T = fields.get("T", 1)
+    experts = 0 if choice is None else choice.indices.shape[1]
+    blocks, T = fields.get("blocks", 1), fields.get("T", 1)
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, T, **fields)
     outbox = None if send is None else Outbox(send.slots, send.calls)
     operands = x, choice, residual, weight.tensors, bias, y, 0, outbox
