@@ -283,7 +283,7 @@ def dense_product(
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
-    activation: of all but the residual, which is its gate; up is 1.
+    activation: of the sum before the residual is added, which is its gate; up is 1.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
     the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
