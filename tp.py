@@ -462,9 +462,10 @@ class ModelShard:
     def read(
         self, source, name: str, device: torch.device | str, expert: int | None = None
     ) -> Tensor:
-        """Read only this rank's part of parameter `name` from a source (`generate.load_model`).
+        """Read only this rank's part of parameter `name`.
 
-        expert: read one of this rank's stacked experts only, [1, ...].
+        source: as in `runtime.loading.load_model`. expert: read one of this rank's stacked experts
+        only, [1, ...].
         """
         path = name.rpartition(".")[0]
         index = None if expert is None else (slice(expert, expert + 1),)

@@ -19,9 +19,11 @@ from formats.words import (
     has_dp2a,
     integer_products,
     interleave,
+    mix_halves,
     nonzero,
     offset_for,
     pack_words,
+    part_halves,
     split_fields,
     sum_of_products,
     unpack_words,
@@ -141,11 +143,11 @@ class HQQ3(HQQ):
     def pack_third(self, bits: Tensor, group: int) -> Tensor:
         """Third bits [..., in] -> `third`."""
         fields = interleave(bits, self.codes_per_word, group)
-        return pack_words(third_from_fields(fields), 1, 32)
+        return pack_words(mix_halves(fields), 1, 32)
 
     def unpack_third(self, third: Tensor, group: int) -> Tensor:
         """Invert `pack_third`."""
-        fields = third_to_fields(unpack_words(third, 1, 32))
+        fields = part_halves(unpack_words(third, 1, 32))
         return interleave(fields, group // self.codes_per_word, group)
 
     def regroup(self, name: str, part: Tensor, group: int, smaller: int) -> Tensor:
@@ -167,16 +169,6 @@ class HQQ3(HQQ):
         values = field_values(first, 2, offset, partial(shifted_third, third))
         values += field_values(second, 2, offset, partial(shifted_third, third >> 4))
         return sum_of_products(fields, values, offset), materialize(sum(fields))
-
-
-def third_from_fields(bits: Tensor) -> Tensor:
-    """Bits [..., n] in the order of fields of words -> in the order of bits of `third`."""
-    return bits.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4)
-
-
-def third_to_fields(bits: Tensor) -> Tensor:
-    """Invert `third_from_fields`."""
-    return bits.unflatten(-1, (-1, 4, 2, 4)).transpose(-3, -2).flatten(-4)
 
 
 def shifted_third(third: Tensor, k: int, at: int) -> Tensor:

@@ -29,7 +29,7 @@ from formats.gguf_blocks import (
     signed_largest,
     to_fp16,
 )
-from formats.words import expand_groups, pack_nibbles, unpack_words
+from formats.words import expand_groups, mix_halves, pack_nibbles, part_halves, unpack_words
 
 BLOCK = 256
 TOP = 63  # the largest scale of 6 bits
@@ -161,7 +161,8 @@ class Q6K(KQuant):
         low = low_then_high(low.unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
         high = high.unflatten(-1, (2, 1, 32)) >> shifts & 3
-        codes = self.pack_codes(by_nibble((low | high << 4).flatten(-4)))
+        # As fields: codes of lower nibbles are the first of a run.
+        codes = self.pack_codes(mix_halves((low | high << 4).flatten(-4)))
         scale = scale.contiguous().view(torch.int8).flatten(-2)
         return codes | {"scale": scale, "step": read_fp16(step).squeeze(-1)}
 
@@ -173,13 +174,13 @@ class Q6K(KQuant):
         factor = (scale * step.float()).unsqueeze(-1)
         codes = divide(grouped, factor).round().clamp(-32, 31).add(32).flatten(-3)
         scales = {"scale": scale.to(torch.int8).flatten(-2), "step": step.squeeze(-1)}
-        return self.pack_codes(by_nibble(codes)) | scales
+        return self.pack_codes(mix_halves(codes)) | scales
 
     def grouped_order(self, x: Tensor, group: int) -> Tensor:
-        return super().grouped_order(by_nibble(x), group)
+        return super().grouped_order(mix_halves(x), group)
 
     def unpack(self, parts: Parts, group: int) -> Tensor:
-        codes = by_number(self.unpack_codes(parts)) - 32
+        codes = part_halves(self.unpack_codes(parts)) - 32
         return expand_groups(group_factors(parts), codes.shape[-1]) * codes
 
 
@@ -239,16 +240,6 @@ def group_factors(parts: Parts) -> Tensor:
     """Multiply the scales of groups [..., n] by the step of their block -> fp32 [..., n]."""
     scale = parts["scale"].float()
     return expand_groups(parts["step"], scale.shape[-1]) * scale
-
-
-def by_nibble(codes: Tensor) -> Tensor:
-    """Reorder codes [..., n] of q6_k as fields: those of lower nibbles are the first of a run."""
-    return codes.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4)
-
-
-def by_number(codes: Tensor) -> Tensor:
-    """Invert `by_nibble`."""
-    return codes.unflatten(-1, (-1, 4, 2, 4)).transpose(-3, -2).flatten(-4)
 
 
 def fit_affine(grouped: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@
 a request wins. The last row of each product is plain PyTorch, which serves everything and is the
 reference for the others.
 
-It is about eager steps, Inductor's and prompts. The fused kernels of a compiled step read
-the packed weights themselves: docs/design.md, "What runs when".
+The table is for eager steps, Inductor's steps and prompts. The fused kernels of a compiled step
+read packed weights themselves (docs/design.md, "What runs when").
 """
 
 from collections.abc import Callable, Collection
@@ -172,8 +172,10 @@ class Packed(nn.Module):
         return column_order(self.format, self.group, self.width, like.device)
 
     def multiply_tokens(self, x: Tensor, group_ends: Tensor, **rows) -> Tensor:
-        """x [T, in] in an order of `column_order` -> [N, out]. rows: named arguments, as of
-        `grouped_gemm`, with `pairs`. Raises KernelError where the kernel cannot run.
+        """x [T, in] in the order of `column_order` -> [N, out], by one kernel.
+
+        rows: named arguments of `grouped_gemm`, `pairs` among them. Raises KernelError where the
+        kernel cannot run.
         """
         format = FORMATS[self.format]
         weight = self.parts(), format.kind, format.bits, self.group
@@ -206,7 +208,7 @@ class PackedLinear(Packed):
         return self.multiply_rows(x, group_ends, dense=True)
 
     def unpack_first(self, x: Tensor) -> Tensor:
-        """`multiply_all` for rows that `unpacks` is true of. Raises KernelError."""
+        """`multiply_all` for rows that `unpacks` takes. Raises KernelError if it cannot run."""
         own, parts = FORMATS[self.format], {n: p.unsqueeze(0) for n, p in self.parts().items()}
         return multiply_unpacked(x, parts, own.kind, own.bits, self.group, own_order=True)
 
@@ -362,7 +364,7 @@ def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, gro
 
 
 def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
-    """One expert's rows are all rows: `multiply_rows` has no others."""
+    """`multiply_rows` by a kernel. A dense weight, of one expert, may be unpacked instead."""
     weight = parts, format.kind, format.bits, group
     kernel = partial(grouped_gemm, x, group_ends, *weight)
     unpacks = unpacks_first(len(x), parts["codes"].shape[1], format.kind)
@@ -382,8 +384,10 @@ def rows_reordered(
 def rows_unpacked(
     x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
 ) -> Tensor:
-    """Unpack all experts, in x's dtype. Takes the memory that packing saved; does not wait for the
-    GPU, so it can be captured."""
+    """Unpack all experts, in x's dtype: for a moment that takes the memory that packing saved.
+
+    The host does not wait for the GPU, so this can be captured.
+    """
     each = range(parts["codes"].shape[0])
     weight = torch.stack([unpack_expert(parts, e, format, group).to(x.dtype) for e in each])
     return grouped_mm(x, weight, group_ends)

@@ -26,6 +26,16 @@ def interleave(values: Tensor, fields: int, group: int) -> Tensor:
     return values.unflatten(-1, (-1, fields, group // fields)).transpose(-1, -2).flatten(-3)
 
 
+def mix_halves(values: Tensor) -> Tensor:
+    """Reorder each 32 of [..., n]: its two halves take turns, 4 numbers each."""
+    return values.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4)
+
+
+def part_halves(values: Tensor) -> Tensor:
+    """Invert `mix_halves`."""
+    return values.unflatten(-1, (-1, 4, 2, 4)).transpose(-3, -2).flatten(-4)
+
+
 def pack_words(codes: Tensor, bits: int, group: int) -> Tensor:
     """codes [..., n], integers below 2 ** bits -> int32 [..., n * bits / 32]."""
     per_byte = 8 // bits

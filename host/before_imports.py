@@ -1,4 +1,4 @@
-"""What a command begins before it imports torch: work beside which Python can go on importing.
+"""Work that a command starts before it imports torch, so that both run side by side.
 
     keep_bytecode     let Python keep what it compiles of torch's sources
     create_context    start CUDA
@@ -6,8 +6,8 @@
     load_libraries    load torch's libraries
     read_ahead        read a model's files into the page cache
 
-`host.compile_helper.start_before_imports` starts another process. None of them is necessary: what
-they cannot do is done later, and fails there.
+`host.compile_helper.start_before_imports` starts another process. All of these are optional: what
+fails here is done later, and an error is reported there.
 """
 
 import argparse
@@ -112,8 +112,8 @@ def wait_for_hash() -> None:
 def load_libraries() -> None:
     """Load torch's libraries in a thread; torch then finds them.
 
-    It takes 0.3 s with CUDA's. An import would hold Python's lock for that time; the C library's
-    own function does not. Meanwhile, imports of other compiled modules wait.
+    It takes 0.3 s with CUDA's libraries. An import would hold Python's lock for that time, which
+    the C library's dlopen does not. Imports of other compiled modules wait meanwhile.
     """
     if (origin := find_torch()) is None:
         return
@@ -133,8 +133,8 @@ def load_each(paths: dict[str, int]) -> None:
 
 
 def read_ahead(paths: Sequence[Path]) -> threading.Thread | None:
-    """Have the system read files in a thread, unless they fill half of the free memory."""
-    paths = [path for path in paths if path.is_file()]  # to open a pipe would wait
+    """Let the system read files in a thread, unless they would fill half of the free memory."""
+    paths = [path for path in paths if path.is_file()]  # opening a pipe would wait for its writer
     sizes = [path.stat().st_size for path in paths]
     try:
         fits = hasattr(os, "posix_fadvise") and sum(sizes) <= free_host_memory() // 2

@@ -13,7 +13,8 @@ from hub.client import fetch_file, list_files
 from hub.disk import SOURCE, find_checkpoint, is_checkpoint, read
 from hub.errors import in_one_line
 from hub.gguf_models import find_stored
-from hub.prepare import Silent, canonical, roles
+from hub.prepare import canonical, roles
+from hub.threads import Silent
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
 from models.published_tensors import read_config

@@ -39,6 +39,7 @@ from hub.disk import SOURCE, find_checkpoint
 from hub.errors import AGAIN, ELSEWHERE, describe_error, in_one_line
 from hub.gguf_models import prepare_gguf
 from hub.shards import AHEAD, Downloads, Folder, Shard, complete_files, read_headers
+from hub.threads import Silent
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
 from models.converter import Conversion, weight_files
@@ -212,13 +213,6 @@ def choose_of_published(
     if chosen and published:
         raise ValueError(f"{name} is quantized already ({published})")
     return chosen
-
-
-class Silent(tqdm):
-    """A bar that is not shown."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options | {"disable": True})
 
 
 class ResumableWriter(Writer):

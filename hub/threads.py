@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 CANCEL_SECONDS = 1.0  # to wait for threads that are inside the client
 
-
 Result = TypeVar("Result")
 
 
@@ -57,13 +56,17 @@ def in_threads(
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
+class Silent(tqdm):
+    """A bar that is not shown."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options | {"disable": True})
+
+
 def bar_class(bar: Callable[[], tqdm], is_ended: Callable[[], bool]) -> type[tqdm]:
     """Return the class of bars for the client: they add to `bar()`, and raise Cancelled."""
 
-    class Bar(tqdm):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options | {"disable": True})
-
+    class Bar(Silent):
         def update(self, n=1):
             if is_ended():
                 raise Cancelled

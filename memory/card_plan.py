@@ -130,7 +130,7 @@ def plan_of(
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))
         experts = make_plan(sizes.experts, settings)
-        copied = missed_bytes(experts)
+        copied = experts.missed_bytes
     each = layer_seconds(card, fused > 0, bool(experts))
     seconds = token_seconds(card, bytes_per_token(model), sizes.args.n_layer * each, copied)
     return Plan(name, place, choice, published, experts, fused, seconds)
@@ -145,13 +145,6 @@ def longest_context(choice: Choice, memory: Memory) -> int:
     found = largest(least, limit, lambda n: capacity_of(setup, memory, n) is not None) or least
     found = found if found == limit else found // BLOCK * BLOCK
     return found if found > least else 0
-
-
-def missed_bytes(plan: OffloadPlan) -> int:
-    """Return the bytes of experts to copy for a token, if the router chose uniformly."""
-    experts = plan.experts
-    share = (experts.n_local - plan.slots) / experts.n_expert
-    return int(experts.n_active * experts.per_slot * share)
 
 
 # The commands -------------------------------------------------------------------------------------

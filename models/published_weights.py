@@ -95,6 +95,9 @@ class Matrix:
     def read(self, leaf: str) -> Tensor:
         return self.tensors.raw(self.name(leaf))
 
+    def read_bytes(self, leaf: str) -> Tensor:
+        return self.read(leaf).view(torch.uint8)
+
     def check(self, leaf: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> None:
         """Raise ValueError unless the tensor has one of these dtypes and shapes."""
         shape, dtype = self.shape(leaf), self.dtype(leaf)
@@ -199,9 +202,6 @@ def read_nvfp4(matrix: Matrix, leaf: str) -> PublishedWeight:
     matrix.check("weight_scale", (torch.float8_e4m3fn,), (rows, blocks))
     matrix.check(step, (torch.float32,), (), (1,), (1, 1))
 
-    def scale() -> Tensor:
-        return matrix.read("weight_scale").view(torch.uint8)
-
     def is_valid(bits: Tensor) -> bool:  # neither NaN nor negative
         return bool(((bits < 0x7F) | (bits == 0x80)).all())
 
@@ -209,6 +209,7 @@ def read_nvfp4(matrix: Matrix, leaf: str) -> PublishedWeight:
         number = matrix.read(step).reshape(1, 1)
         return (1 / number if step == "weight_global_scale" else number).expand(rows, 1)
 
+    scale = partial(matrix.read_bytes, "weight_scale")
     parts = {
         "codes": codes,
         "scale": matrix.part("weight_scale", (blocks,), torch.uint8, scale, is_valid),
@@ -223,9 +224,7 @@ def read_mxfp4(matrix: Matrix) -> PublishedWeight:
     codes, groups = read_e2m1(matrix, "weight_packed", group), matrix.width // group
     matrix.check("weight_scale", (torch.uint8, torch.float8_e8m0fnu), (matrix.rows, groups))
 
-    def scale() -> Tensor:
-        return matrix.read("weight_scale").view(torch.uint8)
-
+    scale = partial(matrix.read_bytes, "weight_scale")
     scales = matrix.part("weight_scale", (groups,), torch.uint8, scale, are_finite_scales)
     spec = {"format": "mxfp4", "group_size": group}
     return PublishedWeight(spec, {"codes": codes, "scale": scales})
@@ -278,7 +277,7 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
             raise eight_bits(matrix, "weight_zero_point", "makes integers of 8 bits asymmetric")
         return signed_bytes(
             matrix,
-            ("weight_packed", lambda: matrix.read("weight_packed").view(torch.uint8)),
+            ("weight_packed", lambda: matrix.read_bytes("weight_packed")),
             ("weight_scale", lambda: matrix.read("weight_scale")),
             count,
             order="weight_g_idx",
@@ -288,7 +287,7 @@ def read_packed_integers(matrix: Matrix) -> PublishedWeight:
 
     def codes() -> Tensor:
         check_order(matrix, "weight_g_idx", groups.count)
-        return nibbles_to_words(matrix.read("weight_packed").view(torch.uint8), groups.size)
+        return nibbles_to_words(matrix.read_bytes("weight_packed"), groups.size)
 
     def scales() -> Tensor:
         return groups.spread(matrix.read("weight_scale"))
@@ -385,7 +384,7 @@ def read_gptq(matrix: Matrix, published: Published) -> PublishedWeight:
     groups, scales = read_scales(matrix)
 
     def stored() -> Tensor:
-        return nibbles(matrix.read("qzeros").view(torch.uint8))
+        return nibbles(matrix.read_bytes("qzeros"))
 
     def codes() -> Tensor:
         check_order(matrix, "g_idx", groups.count)
@@ -414,7 +413,7 @@ def read_gptq_bytes(matrix: Matrix, published: Published) -> PublishedWeight:
 
     def codes() -> Tensor:
         if has_zeros:
-            stored = matrix.read("qzeros").view(torch.uint8).int()
+            stored = matrix.read_bytes("qzeros").int()
             check_zeros(matrix, lambda: stored, published.added, 128)
         return matrix.read("qweight").T.contiguous().view(torch.uint8)
 
@@ -434,7 +433,7 @@ def read_awq(matrix: Matrix, published: Published) -> PublishedWeight:
     groups, scales = read_scales(matrix)
 
     def columns(leaf: str) -> Tensor:
-        words = nibbles(matrix.read(leaf).view(torch.uint8)).unflatten(-1, (-1, 8))
+        words = nibbles(matrix.read_bytes(leaf)).unflatten(-1, (-1, 8))
         return words[..., AWQ_ORDER].flatten(-2)
 
     def codes() -> Tensor:

@@ -6,14 +6,9 @@ import re
 from models.family import Shard
 
 
-def table_key(path: str) -> str:
-    """Return a module's name in the shard table: without its layer."""
-    return re.sub(r"^layers\.\d+\.", "", path)
-
-
 def shard_of(table: dict[str, Shard], path: str) -> Shard | None:
     """Return a module's shard: that of its own path, if layers differ, or of all layers."""
-    return table.get(path) or table.get(table_key(path))
+    return table.get(path) or table.get(re.sub(r"^layers\.\d+\.", "", path))
 
 
 def range_shards(table: dict[str, Shard], format: dict) -> dict[str, Shard]:

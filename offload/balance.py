@@ -16,8 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from offload.cpu_experts import CPUExperts
-from offload.cpu_share import CPUProducts
+from offload.cpu_share import CPUProducts, is_compiled
 from offload.experts import OffloadedExperts
 from ops.step.cpu_share import answer, ask
 from runtime.graphs import CapturedStep
@@ -278,7 +277,7 @@ def choose_threads(products: Sequence[CPUProducts], measure: Callable[[], float]
     If each core has one, any other thread of the process stops one of them, and all wait for it.
     Other products: 0.
     """
-    if not all(isinstance(each, CPUExperts) and each.layer is not None for each in products):
+    if not all(map(is_compiled, products)):
         return 0
     threads, best = products[0].threads, (0.0, 0)
 

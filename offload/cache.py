@@ -86,7 +86,7 @@ class DeviceExpertCache(nn.Module):
         added = [used, used - missed, missed, 0]
         new = torch.tensor([*slot, *last_use, *added]).to(self.slot.device)
         self.slot.copy_(new[:E])
-        # All before the clock.
+        # Ranks are negative: all these uses are before the clock's time.
         torch.add(new[E : 2 * E], self.counters[0], out=self.last_use)
         self.counters.add_(new[2 * E :])
 

@@ -35,8 +35,8 @@ from ops.step.cpu_share import (
 )
 from ops.step.expert_paging import MAX_PAIRS
 
-# The thread begins to sleep after as long without a request. Several layers of large experts may
-# ask for nothing, and a request that finds it asleep waits for up to LONGEST_SLEEP.
+# The thread begins to sleep after SPIN_SECONDS without a request: several layers of large experts
+# may ask for nothing. A request that finds it asleep waits for up to LONGEST_SLEEP.
 SPIN_SECONDS = 10e-3
 LONGEST_SLEEP = 2e-3  # seconds
 # How long another thread keeps Python's lock while plain products wait for it. Python's own 5 ms

@@ -1,9 +1,10 @@
 """Plan the GPU's memory, and move experts to host memory while a model is loaded."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from formats.packed import Packed, weight_bytes
 from model import MoE, Transformer
@@ -112,12 +113,18 @@ class OffloadPlan:
 
     experts: ExpertSizes
     slots: int  # R
-    dtype: torch.dtype = torch.bfloat16  # of activations
 
     @property
     def nbytes(self) -> int:
         """Bytes to allocate on the device: other weights and slots."""
         return self.experts.kept + self.slots * self.experts.per_slot
+
+    @property
+    def missed_bytes(self) -> int:
+        """Bytes of experts to copy for a token, if the router chose uniformly."""
+        experts = self.experts
+        share = (experts.n_local - self.slots) / experts.n_expert
+        return int(experts.n_active * experts.per_slot * share)
 
 
 def measure_experts(model: Transformer, dtype: torch.dtype, read: Reader) -> ExpertSizes:
@@ -145,7 +152,7 @@ def meta_reader(model: Transformer, dtype: torch.dtype) -> Reader:
     """Return a `read` for `measure_experts` that opens no checkpoint: its tensors have no data."""
     modules = dict(model.named_modules())
 
-    def read(name: str, device: torch.device | str, expert: int | None = None) -> torch.Tensor:
+    def read(name: str, device: torch.device | str, expert: int | None = None) -> Tensor:
         path, leaf = name.rsplit(".", 1)
         parameter, module = getattr(modules[path], leaf), modules[path]
         packed = isinstance(module, Packed) and leaf in module.layout
@@ -200,7 +207,7 @@ def offload_experts(
     Raises ValueError as `make_plan`, and if the GPU lacks memory, before it reads all experts.
     """
     experts = measure_experts(model, dtype, read)
-    plan = replace(make_plan(experts, settings), dtype=dtype)
+    plan = make_plan(experts, settings)
     cached = start_cache(settings.profile, experts, plan.slots)
     threads = CPUThreads() if shares_with_cpu(settings, plan, device) else None
     if device.type == "cuda":
@@ -235,7 +242,7 @@ def offload_experts(
         set_copies(layers, [0] * (MAX_PAIRS + 1))
     line = describe_plan(plan, settings)
     if device.type == "cuda" and plan.slots < experts.n_local:
-        model.prediction = predict(model, layers, products, plan, settings)
+        model.prediction = predict(model, layers, products, plan, settings, like)
         if model.prediction.copies is not None:
             set_copies(layers, model.prediction.copies)
         else:
@@ -251,16 +258,19 @@ def predict(
     products: list[CPUProducts],
     plan: OffloadPlan,
     settings: OffloadSettings,
+    like: Tensor,
 ) -> Prediction:
-    """Measure copies and the CPU's products -> how misses are divided, and what to expect."""
+    """Measure copies and the CPU's products -> how misses are divided, and what to expect.
+
+    like: x [..., D] on the device.
+    """
     experts, weight = plan.experts, model.embedding.weight
-    like = torch.empty(0, model.args.dim, dtype=plan.dtype, device=layers[0].storage.device)
     balance = measure_balance(layers, products, like, experts.n_active)
     most, (hits, _) = min(MAX_TOKENS * experts.n_active, MAX_PAIRS), expected_hits(plan, settings)
     copies = choose_copies(balance, settings.compute, most, hits)
     # A token reads its experts, and all other weights but the embedding, which may be the head.
     read = experts.kept + experts.n_active * experts.per_slot * experts.n_local // experts.n_expert
-    read -= 0 if model.args.tied_embeddings else weight.numel() * plan.dtype.itemsize
+    read -= 0 if model.args.tied_embeddings else weight.numel() * like.dtype.itemsize
     resident = resident_seconds(read, len(model.layers), like)
     return Prediction(balance, copies, len(layers), resident)
 
@@ -290,7 +300,7 @@ def start_cache(profile: Profile | None, experts: ExpertSizes, slots: int) -> li
     return [[n - experts.first for n in row if n in own][-slots:] for row in order]
 
 
-def fill_blobs(blobs: torch.Tensor, parts: list[BlobPart], read: Reader) -> None:
+def fill_blobs(blobs: Tensor, parts: list[BlobPart], read: Reader) -> None:
     """Read one layer's experts into host memory [E, bytes]."""
     for part in parts:
         whole = read(part.name, "cpu").reshape(len(blobs), -1).view(torch.uint8)
@@ -304,14 +314,13 @@ def describe_plan(plan: OffloadPlan, settings: OffloadSettings) -> str:
         return f"{size / 1e9:.4g} GB"
 
     experts, slots = plan.experts, plan.slots
-    n_local, per_slot = experts.n_local, experts.per_slot
-    missed = experts.n_active * per_slot * (n_local - slots) / experts.n_expert
+    held = slots * experts.per_slot
     return (
-        f"offload: {slots} of {n_local} experts a layer on the device ({gb(slots * per_slot)}),"
+        f"offload: {slots} of {experts.n_local} experts a layer on the device ({gb(held)}),"
         f" {gb(experts.kept)} of other weights, "
         f"{gb(settings.reserve)} reserved for KV cache and activations; "
-        f"{gb(experts.host_bytes)} in host memory; {missed / 1e6:.4g} MB a token miss if the "
-        "router chooses uniformly"
+        f"{gb(experts.host_bytes)} in host memory; {plan.missed_bytes / 1e6:.4g} MB a token miss "
+        "if the router chooses uniformly"
     )
 
 

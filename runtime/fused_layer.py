@@ -242,7 +242,7 @@ class FusedExperts:
         return NormRouter(self.scale, self.norm.eps, *rest, self.norm.weight is None)
 
     def shared_count(self, shared: FeedForward, w13: Weight, w2: Weight) -> int:
-        """Return as how many experts the shared one counts; 0: it cannot be stacked on them.
+        """Return how many experts of the others' size the shared one becomes; 0: it stays apart.
 
         Raises ValueError for one that the kernels do not compute.
         """
@@ -261,7 +261,7 @@ class FusedExperts:
         return 0
 
     def takes_tokens(self, tokens: int) -> bool:
-        """Whether the kernels take this number of tokens: of several ranks one."""
+        """Whether the kernels take this number of tokens. On several ranks they take one."""
         return tokens == 1 or (tokens <= expert_tiles.MAX_TOKENS and not self.sum.all_reduce)
 
     def prepare(self) -> None:
@@ -282,20 +282,31 @@ class FusedExperts:
             if self.gate is not None:
                 rows = torch.cat((rows, self.gate.weight))
             kept["stacked"] = w13, w2, rows
-            torch.cuda.empty_cache()  # of weights a bit smaller than those that come next
+            torch.cuda.empty_cache()  # memory of the old weights is too small for the next ones
         self.w13, self.w2, self.rows = kept["stacked"]
 
     def forward(
         self, x: Tensor, attended: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D] of the block, attended: as `FusedAttention.forward` returns it.
+        """Return x [T, D] after the experts, and expert_indices, expert_weights [T, A].
 
-        Return x after the experts, and expert_indices, expert_weights [T, A]. last: `Context.last`.
-        Padding among several tokens has no experts: its x stays as it is, or has the shared
-        expert's result.
+        x [T, D]: before attention. attended: the result of `FusedAttention.forward`. last:
+        `Context.last`; tokens after it are padding, which only the shared expert multiplies.
         """
-        if not moe_decode.takes_pairs(len(self.router.weight), self.routing, len(x), self.w13.kind):
-            return self.run_tiles(x, attended, last)
+        E, T = len(self.router.weight), len(x)
+        by_pairs = moe_decode.takes_pairs(E, self.routing, T, self.w13.kind)
+        run = self.run_pairs if by_pairs else self.run_tiles
+        x, y, indices, weights = run(x, attended, last)
+        active = self.routing.active
+        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
+
+    def run_pairs(
+        self, x: Tensor, attended: Tensor | None, last: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Compute tokens that hardly share experts: each pair reads its expert's weights.
+
+        Return x after attention, what `ResidualSum.add` adds to it, and the choice [T, A + S].
+        """
         indices = torch.empty(len(x), self.routing.pairs, dtype=torch.int64, device=x.device)
         plain = torch.empty_like(attended) if self.apart else None
         x, normed, scores = self.norm_and_score(x, attended, indices, plain)
@@ -309,16 +320,13 @@ class FusedExperts:
         )
         options = dict(bias=self.bias2, last=last, shared=self.routing.shared)
         y = moe_decode.down(h, self.w2, indices, weights, **options, **add)
-        if branches is not None:
-            y = branches
-        active = self.routing.active
-        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
+        return x, y if branches is None else branches, indices, weights
 
     def branches(self, x: Tensor) -> tuple[dict, Tensor | None]:
-        """Return arguments of the experts' last product, for x [T, D] after attention.
+        """Return arguments of the experts' last product, and the branches it completes, or None.
 
-        A dense FFN beside the experts is multiplied here: it is the first of the branches [2, T, D]
-        that are returned, too, unless they are sent.
+        x [T, D]: after attention. With a dense FFN beside the experts there are branches [2, T, D],
+        unless they are sent to other ranks; the FFN's, the first one, is computed here.
         """
         (*others, add), branches = self.sum.of_products(x)
         if self.dense is not None:
@@ -326,11 +334,11 @@ class FusedExperts:
         return add, branches
 
     def add_shared(self, normed: Tensor, scores: Tensor, add: dict) -> Tensor:
-        """Return the result [T, D] of the shared expert that is apart, fp32, for normed x.
+        """Return the result [T, D], fp32, of the shared expert that is apart, for normed x.
 
-        add: as in `ResidualSum.of_product`; a residual is a part of the result. Its kernels come
-        before those of the others: with PDL, `down` of these may read the result before its wait,
-        and polls the choice of the kernel before it.
+        add: of `ResidualSum.of_product`; a residual is added to the result. These kernels are
+        launched before those of the other experts: under PDL their `down` may read this result
+        before it waits, since it polls the choice of the kernel before it.
         """
         w13, w2 = self.apart
         h = moe_decode.gate_up_shared(normed, w13, scores, self.routing, self.activation)
@@ -338,8 +346,8 @@ class FusedExperts:
 
     def run_tiles(
         self, x: Tensor, attended: Tensor, last: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward` for tokens that share experts."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """`run_pairs` for tokens that share experts: a tile of several reads an expert once."""
         keeps = self.apart or self.norm is None or len(x) > MAX_FEW
         order = None if keeps else unit_order(self.w13)
         x, normed, scores = self.score(x, attended, order)
@@ -360,10 +368,7 @@ class FusedExperts:
             ordered=order is not None,
             **add,
         )
-        if branches is not None:
-            y = branches
-        active = self.routing.active
-        return self.sum.add(x, y), indices[:, :active], weights[:, :active]
+        return x, y if branches is None else branches, indices, weights
 
     def norm_and_score(
         self, x: Tensor, attended: Tensor | None, indices: Tensor, plain: Tensor | None
@@ -382,9 +387,9 @@ class FusedExperts:
     def score(
         self, x: Tensor, attended: Tensor, order: UnitOrder | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `norm_and_score` returns, of tokens that share experts.
+        """`norm_and_score` for tokens that share experts.
 
-        order: of the norm, of up to MAX_FEW tokens.
+        order: of the numbers of the norm; for up to MAX_FEW tokens.
         """
         x, y, added = self.before.before_norm(x, attended)
         if len(x) <= MAX_FEW:

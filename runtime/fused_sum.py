@@ -12,11 +12,12 @@ from runtime.plain_forms import settings_of
 class ResidualSum:
     """How a sublayer's result joins the residual.
 
-    scale: factor of the result. norm: an RMSNorm of the result, before it is added, or None;
-    scalar [1]: then a factor of the sum, or None. branches: results that are normed one by one,
-    whose sum has that norm. all_reduce: the module that sums the result over
-    several ranks, each of which computes a part, or None; it has `tp.AllReduceAddNorm`'s
-    fused_inbox, fused_add and fused_add_router.
+    scale: factor of the result. norm: an RMSNorm of the result, before it is added, or None.
+    scalar [1]: with a norm, a factor of the sum, or None. branches: number of results, which are
+    normed one by one before their sum has `norm`. all_reduce: the module that sums the parts of
+    several ranks, or None; it has fused_inbox, fused_add and fused_add_router, as
+    `tp.AllReduceAddNorm`.
+
     Raises ValueError for a sum that the kernels do not compute.
     """
 

@@ -1,7 +1,7 @@
-"""Earlier lengths of sequences to which layers can go back that cannot go back to any.
+"""Copies of states, by which a sequence goes back to an earlier length.
 
-Those are layers with a recurrent state, and rings of a sliding window. A ring also goes back by a
-few tokens without a copy, as long as the window before them is still there.
+A recurrent state and the ring of a sliding window need them: neither can go back to any length. A
+ring goes back by a few tokens without a copy, as long as the window before them is still there.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ class Snapshots:
 
     def __init__(self, states: Sequence[SequenceState], rows: int):
         self.live = [by_dtype([t for s in states for t in s.recurrent(n)]) for n in range(rows)]
-        # Of each row the copies by length: a flat tensor for each dtype. Rows may share them, since
-        # they never change.
+        # By row, then by length: a flat tensor for each dtype. Rows may share copies, since these
+        # never change.
         self.taken: list[dict[int, list[Tensor]]] = [{} for _ in range(rows)]
         self.written = [0] * rows  # tokens that each row's rings have taken in, at most
         limited = [state for state in states if state.recurrent(0)]
@@ -40,7 +40,7 @@ class Snapshots:
     def take(self, row: int, length: int) -> None:
         """Copy a row's states, at `length` tokens.
 
-        Of too many copies the second goes: the first may be of a system prompt.
+        Drop the second copy if there are too many: the first may be of a system prompt.
         """
         if not self.live[row]:
             return
@@ -75,7 +75,7 @@ class Snapshots:
         return kept
 
     def assign(self, sources: Mapping[int, int]) -> None:
-        """Give rows, the keys, the copies of others, the values."""
+        """Give each row, a key, the copies of another, its value."""
         taken, written = list(self.taken), list(self.written)
         for row, source in sources.items():
             self.taken[row], self.written[row] = dict(taken[source]), written[source]

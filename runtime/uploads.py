@@ -29,14 +29,14 @@ def mark(device: torch.device) -> Wait:
 
 
 class Uploads(TorchFunctionMode):
-    """Within, a thread's `tensor.to(device)` of a host tensor copies it through buffers.
+    """Within, `tensor.to(device)` copies a host tensor through the buffers, in this thread.
 
-    It does so in the order of the device's current stream.
+    Copies are in the order of the device's current stream, which must have ended before the buffers
+    are freed.
 
-    make_buffers: returns uint8 tensors of one size, of memory that is pinned for the life of its
-    argument; none, if there is no such memory: then copies are plain ones. The first copy calls it:
-    weights may be on the GPU already (host/upload_ahead.py). The stream must have ended before the
-    buffers are freed. mark: as the function of this name.
+    make_buffers: returns uint8 tensors of one size, whose memory is pinned while its argument
+    lives. The first copy calls it, since weights may be on the GPU already (host/upload_ahead.py).
+    If it returns none, copies are plain ones. mark: replaces the function of this name in tests.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Uploads(TorchFunctionMode):
         return names_device and tensor.is_cpu and torch.device(to[0]) == self.device
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a contiguous host tensor; the stream's next work finds it complete."""
+        """Copy a contiguous host tensor; work that the stream gets after this finds it complete."""
         target = torch.empty_like(tensor, device=self.device)
         source, copy, size = bytes_of(tensor), bytes_of(target), len(self.buffers[0])
         for start in range(0, len(source), size):

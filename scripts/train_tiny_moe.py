@@ -123,10 +123,10 @@ def read_library(stdlib: Path) -> dict[str, str]:
     return documents
 
 
-def read_split(path: Path = SPLIT_FILE) -> tuple[dict[str, list[str]], list[str]]:
+def read_split() -> tuple[dict[str, list[str]], list[str]]:
     """Return the modules listed in each section of the split file, and all of its patterns."""
     sections, patterns = {}, []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in SPLIT_FILE.read_text(encoding="utf-8").splitlines():
         words = line.split("#")[0].split()
         if words and words[0].startswith("["):
             modules = sections.setdefault(words[0].strip("[]"), [])

@@ -125,7 +125,7 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
 # in four random prompts of 40 tokens, in fp16 a tenth of that.
 NEAR_TIES = {"gpt_oss": 3.0, "phimoe": 3.0, "qwen3_5_moe": 1.5, "nemotron_h": 1.5}
 NEAR_TIES |= {"qwen3_next": 1.5, "qwen4_exp": 1.5}
-# In the fused kernels these flip from the middle of the text on: a median of 0.065 for kolibri1
+# These flip in the fused kernels from the middle of the text on: a median of 0.065 for kolibri1
 # (H200), of plain modules 0.023 for it and 0.048 for gemma4 (CPU). So no median in bf16 is checked,
 # but the nearest tenth of the tokens is. In fp16 the kernels are within 0.006 of fp32 (Triton's
 # interpreter), except at a flip that plain modules have as well.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import quantize as command_module
 from checkpoint import Checkpoint, Writer
-from formats import FORMATS, hqq, quantizer
+from formats import FORMATS, quantizer
 from formats.hqq import solve_hqq
 from formats.mxfp4 import E2M1, published_codes
 from formats.packed import PackedExpertLinear, PackedLinear
@@ -35,7 +35,15 @@ from formats.quantizer import (
     pack_weight,
     plan_format,
 )
-from formats.words import interleave, nibbles_to_words, pack_nibbles, pack_words, unpack_words
+from formats.words import (
+    interleave,
+    mix_halves,
+    nibbles_to_words,
+    pack_nibbles,
+    pack_words,
+    part_halves,
+    unpack_words,
+)
 from generate import EMBEDDED, load_model
 from model import ExpertLinear, Linear, ModelArgs, MoE, Transformer, swiglu, weighted_sum
 from models import args_of_checkpoint, build_model
@@ -191,8 +199,8 @@ def test_bytes_of_two_codes_become_words(group):
 
 
 def test_third_bits_of_what_one_mask_makes_bytes_of_lie_8_apart():
-    order = hqq.third_from_fields(torch.arange(96))
-    assert torch.equal(hqq.third_to_fields(order), torch.arange(96))
+    order = mix_halves(torch.arange(96))
+    assert torch.equal(part_halves(order), torch.arange(96))
     assert torch.equal(
         order.view(3, 32).sort(-1).values.flatten(), torch.arange(96)
     )  # no word is left

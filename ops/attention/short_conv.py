@@ -41,15 +41,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvSettings:
-    """A layer's sizes: s."""
+    """Settings of `_short_conv`."""
 
     channels: int  # N
     width: int  # W
     slots: int  # R
     row: int  # numbers from one token's projected ones to the next one's
     is_one: bool  # a call has one token
-    is_prompt: bool = False  # a call is a prompt's chunk
-    block: int = BLOCK
+    is_prompt: bool  # a call is a prompt's chunk
+    block: int
 
 
 # Grid [N / BLOCK, B, T]. Weights, position, last and the ring are read before the wait for the
@@ -103,7 +103,7 @@ def _short_conv(
 
 @jit
 def _gated_input(own, mask, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a token's inputs of the convolution: b * x. own: where its b is."""
+    """Return a token's inputs of the convolution: b * x. own: pointers to its b."""
     b = tl.load(own, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(own + 2 * s.channels, mask=mask, other=0.0).to(tl.float32)
     return (b * x).to(DTYPE)
@@ -120,7 +120,7 @@ def short_conv(
     past: Tensor | None = None,
     begin: int = 0,
 ) -> Tensor:
-    """Do all between the projections of a short convolution, for T tokens of each sequence.
+    """Compute all between the projections of a short convolution, for T tokens of each sequence.
 
     projected [B, T, 3 N]: b, c and x. ring [rows, R, N]: inputs b * x by position, to which those
     of real tokens are added: up to index last [B] (`model.Context.last`); None: all. weights: a
@@ -145,10 +145,8 @@ def short_conv(
     projected, block = with_even_rows(projected), PROMPT_BLOCK if is_prompt else BLOCK
     s = ConvSettings(N, W, R, projected.stride(1), T == 1, is_prompt, block)
     y, place = projected.new_empty(B, T, N), Place(positions, last, row, past)
-    tensors, grid = (
-        (projected, ring, ConvWeights(*weights), place, y),
-        (triton.cdiv(N, block), B, T),
-    )
+    tensors = projected, ring, ConvWeights(*weights), place, y
+    grid = triton.cdiv(N, block), B, T
     # Without PDL the past is complete when the kernel starts.
     launch(_short_conv, grid, *tensors, T, begin, settings=s, pdl=not is_prompt)
     return y

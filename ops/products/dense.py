@@ -328,7 +328,7 @@ def dense_product(
 ) -> Tensor | None:
     """scale * (norm(x) @ weight + bias) + residual: x [T, in], weight [out, in] -> [T, out].
 
-    activation: of all but the residual, which is its gate; up is 1.
+    activation: of the sum before the residual is added, which is its gate; up is 1.
     dtype: of the result; default that of x. out [T, out]: where to store the result; its rows may
     be parts of longer ones. early: the next kernel starts at once. In registers x is loaded before
     the wait, too, so that it runs beside the previous kernel. tiles: of several tokens `FewTiles`.
@@ -361,12 +361,12 @@ def dense_product(
     if weight.word_scaled and scales is None:
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
         fields["early"] = False  # the previous kernel writes x
-    operand, how = operands_of(x, weight, scales), (tiles, fields)
+    operand = operands_of(x, weight, scales)
+    more = None
     if beside is not None:
-        narrow, out = beside
-        beside = Beside(operands_of(x, narrow, scales), narrow.tensors, out)
-        fields["beside"] = narrow
-    return launch_sum(operand, weight, None, residual, bias, y, send, how, beside)
+        narrow, result = beside
+        more = narrow, operands_of(x, narrow, scales), result
+    return launch_sum(operand, weight, None, residual, bias, y, send, tiles, more, **fields)
 
 
 def rows_beside(weight: Weight, T: int) -> int:
@@ -398,31 +398,30 @@ def launch_sum(
     bias: Tensor | None,
     y: Tensor,
     send: TokenInbox | None,
-    how: tuple[Tiles | None, dict],
-    beside: Beside | None = None,
+    tiles: Tiles | None,
+    beside: tuple[Weight, Operand, Tensor] | None = None,
+    **fields,
 ) -> Tensor | None:
-    """Launch `_multiply_sum`. how: tiles, and fields of `SumSettings` but for those of `send`.
+    """Launch `_multiply_sum`. fields: of `SumSettings`, without those of `send`.
 
-    The field `beside` is the `Weight` of the argument `beside`.
+    beside: another weight, x as its operand, and where to store that product.
     """
-    tiles, fields = how
-    narrow = fields.pop("beside", None)
     if send is not None:
         if y.element_size() != 2:
             raise ValueError("only a product of 16 bits is sent")
         fields |= dict(half=send.memory.stride(0), ranks=len(send.slots), begin=send.begin)
-    experts, blocks = 0, fields.get("blocks", 1)
-    if choice is not None and choice.indices is not None:
-        experts = choice.indices.shape[1]
-    T = fields.get("T", 1)
+    experts = 0 if choice is None else choice.indices.shape[1]
+    blocks, T = fields.get("blocks", 1), fields.get("T", 1)
     settings, grid, options = settings_of(SumSettings, weight, experts, tiles, blocks, T, **fields)
-    if narrow is not None:
-        tiles = Tiles(rows_beside(narrow, T), 32 * settings.warps, 0, settings.warps)
-        own = fields | dict(scale=1.0, activation=None, stride=beside.y.stride(0))
-        s, (first, _), _ = settings_of(SumSettings, narrow, 0, tiles, blocks, T, **own)
+    others = None
+    if beside is not None:
+        narrow, narrow_x, narrow_y = beside
+        few = Tiles(rows_beside(narrow, T), 32 * settings.warps, 0, settings.warps)
+        own = fields | dict(scale=1.0, activation=None, stride=narrow_y.stride(0))
+        s, (first, _), _ = settings_of(SumSettings, narrow, 0, few, blocks, T, **own)
         settings = dataclasses.replace(settings, beside=s, first=first)
-        grid = grid[0] + first, blocks
+        grid, others = (grid[0] + first, blocks), Beside(narrow_x, narrow.tensors, narrow_y)
     outbox = None if send is None else Outbox(send.slots, send.calls)
-    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox, beside
+    operands = x, choice, residual, weight.tensors, bias, y, 0, outbox, others
     launch(_multiply_sum, grid, *operands, settings=settings, **options)
     return y if send is None else None

@@ -303,11 +303,12 @@ def multiply_tiles(
 ) -> Tensor:
     """Multiply each pair's x by its expert's weight [E, out, in] -> y [P, out], or [P, out / 2].
 
-    activation: x [T, in] is that of tokens, and the products are gate and up; without a gate they
-    are up alone, and y is [P, out]. None: x [P, in] is that of pairs, and the result has their
-    routing weights [T, A]. bias [E, out]. own: experts of
-    this weight, if it has not all; results of pairs with another expert are not stored. ordered: x
-    is in the weight's `UnitOrder`. result_order: in which numbers of y are stored.
+    x: of tokens [T, in] with an activation, of pairs [P, in] without one. The products are gate and
+    up, or up alone if the activation has no gate: then y is [P, out]. Without an activation they
+    are multiplied by routing [T, A].
+
+    bias [E, out]. own: the experts of this weight, if it has not all; results of pairs with another
+    expert are not stored. ordered: x is in the weight's `UnitOrder`. result_order: that of y.
     """
     gated = activation is not None and activation.gated
     count, tile = order.pairs.shape
@@ -367,9 +368,10 @@ def run_experts(
     """Return scale * (the weighted sum of the chosen experts of x [T, D]) + residual [T, D].
 
     indices int64 and routing weights fp32 [T, A], of w13 [E, 2 I, D] and w2 [E, D, I]; w13 is
-    [E, I, D] if the activation has no gate. The
-    reference is `Experts.forward`. shared: w13 and w2 of expert E, of other formats or another I.
-    out [T, D]: where to store the result. ordered: x is in the `UnitOrder` of w13.
+    [E, I, D] if the activation has no gate. shared: w13 and w2 of expert E, of other formats or
+    another I. out [T, D]: where to store the result. ordered: x is in the `UnitOrder` of w13.
+
+    The reference is `Experts.forward`.
     """
     P, E = indices.numel(), len(w13.tensors.codes)
     order = sort_pairs(indices, E + (shared is not None), last)

@@ -266,12 +266,13 @@ def gate_up(
         indices = torch.full((T, routing.pairs), -1, dtype=torch.int64, device=scores.device)
     weights = torch.empty(T, routing.pairs, dtype=torch.float32, device=scores.device)
     choice = Chosen(indices, scores, weights, last if T > 1 else None)
-    how = activation, dtype, tiles
-    return _launch_each(x, weight, choice, bias, how, choice_of(E, routing)), indices, weights
+    chooses = choice_of(E, routing)
+    h = _launch_each(x, weight, choice, bias, activation, dtype, tiles, chooses)
+    return h, indices, weights
 
 
 def gate_up_shared(
-    x: Tensor, weight: Weight, scores: Tensor, routing: Routing, activation: Activation = SWIGLU
+    x: Tensor, weight: Weight, scores: Tensor, routing: Routing, activation: Activation
 ) -> Tensor:
     """Multiply x [T, D] by the w13 [2 I, D] of a shared expert -> h [T, I], activated.
 
@@ -280,8 +281,8 @@ def gate_up_shared(
     weight is loaded before the wait.
     """
     choice = Chosen(None, scores if routing.gated else None)
-    routing = choice_of(scores.shape[-1] - routing.gated, routing)
-    return _launch_each(x, weight, choice, None, (activation, None, None), routing)
+    chooses = choice_of(scores.shape[-1] - routing.gated, routing)
+    return _launch_each(x, weight, choice, None, activation, routing=chooses)
 
 
 def multiply_each(
@@ -299,7 +300,7 @@ def multiply_each(
     of gate and up, the halves of the weight's rows -> [N, out / 2], as `gate_up`; one without a
     gate -> [N, out]. The others: as of `gate_up`.
     """
-    return _launch_each(x, weight, Chosen(indices), bias, (activation, dtype, tiles))
+    return _launch_each(x, weight, Chosen(indices), bias, activation, dtype, tiles)
 
 
 def _launch_each(
@@ -307,11 +308,12 @@ def _launch_each(
     weight: Weight,
     choice: Chosen,
     bias: Tensor | None,
-    how: tuple[Activation | None, torch.dtype | None, Tiles | None],
+    activation: Activation | None,
+    dtype: torch.dtype | None = None,
+    tiles: Tiles | None = None,
     routing: ChoiceSettings | None = None,
 ) -> Tensor:
-    """Launch `_multiply_each`. how: activation, dtype, tiles."""
-    activation, dtype, tiles = how
+    """Launch `_multiply_each`."""
     rows = len(x.operands if isinstance(x, QuantizedX) else x)
     pairs = rows if choice.indices is None else choice.indices.numel()
     check_rows("bias", bias, len(weight.parts[0]), weight.out)
@@ -380,6 +382,6 @@ def down(
     fields: dict = dict(scale=scale, shared=shared, total=len(weight.parts[0]))
     if T > 1:
         fields |= dict(T=T, blocks=T, stride=weight.out, queries=queries_of(T, last))
-    how = (tiles, fields)
     choice = Chosen(indices, weights=routing, last=last if T > 1 else None)
-    return launch_sum(operands_of(x, weight), weight, choice, residual, bias, out, send, how)
+    operand = operands_of(x, weight)
+    return launch_sum(operand, weight, choice, residual, bias, out, send, tiles, **fields)

@@ -33,7 +33,7 @@ class DenseSettings(FewSettings):
     blocks: int  # of tokens
     stride: int  # between rows of y
     scale: float
-    activation: Activation | None = None  # `up` is 1
+    activation: Activation | None = None  # before the residual is added; up is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
 
@@ -246,10 +246,10 @@ def down_few(
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
-    x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of all
-    but the residual, which is its gate; up is 1. early: let the next kernel start at once.
+    x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of the sum before the
+    residual is added, which is its gate; up is 1. early: let the next kernel start at once.
 
-    Raises ValueError for more tokens than those of a program that are no multiple of these.
+    Raises ValueError unless all programs have the same number of tokens.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
