@@ -79,6 +79,7 @@ from runtime.speculation import (
     Speculation,
     capture_between_answers,
     check_drafting,
+    passes_are_quick,
 )
 from runtime.text import TextSettings, TextStream, check_stop
 from runtime.weights import bytes_per_token, peak_bytes
@@ -445,7 +446,8 @@ def prepare_session(
             prompt_lengths=tuple(lengths), longest=longest + options.max_new_tokens
         )
     session = open_session(options, checkpoint, device, length, batch, shard, expected)
-    if kind == "off":
+    is_default = not (options.speculate or drafter)
+    if kind == "off" or (is_default and not passes_are_quick(session)):
         return session
     speculation = speculate(options, checkpoint, session, kind, drafter)
     if options.interactive:
@@ -495,9 +497,9 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
     The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. Compiled steps are left out, too: their
-    first start compiles the kernels of passes, and an H200 decodes 500 to 800 tokens in the time of
-    four captures. Raises ValueError as `check_clocks`.
+    experts are left out: those of drafts evict others. So is a single answer that is compiled: an
+    H200 decodes 500 to 800 tokens in the time of four captures. A chat captures between its
+    answers, if its passes are quick (`prepare_session`). Raises ValueError as `check_clocks`.
     """
     kind, ranks = options.speculate, process_group.size()
     check_clocks(kind)
@@ -508,7 +510,8 @@ def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     if options.save_routing:  # drafts have no details
         return "off"
     one = max(1, min(options.batch_size, prompts)) == 1 and ranks == 1
-    return "auto" if one and not (options.offload or options.compile) else "off"
+    captures_first = options.compile and not options.interactive
+    return "auto" if one and not (options.offload or captures_first) else "off"
 
 
 def compile_session(session: Session | Speculation, ids: list[int], sampling: Sampling) -> None:

@@ -36,17 +36,17 @@ class Helper:
         )
 
     def compile(
-        self, gpu: tuple, tasks: Sequence[str], cache: Path
+        self, gpu: tuple, tasks: Sequence[str], cache: Path, nice: int = 0
     ) -> Iterator[tuple[int, str | None]]:
         """Yield the number of each task when it is done, and its error; None: it is in the cache.
 
-        gpu: an `ops.gpu.Gpu`; cache: Triton's folder. A task that cannot be compiled is not in the
-        cache: the step's own launch then says why. If the helper ends early, those launches compile
-        the other tasks.
+        gpu: an `ops.gpu.Gpu`; cache: Triton's folder; nice: how far its processes stand back. A
+        task that cannot be compiled is not in the cache: the step's own launch then says why. If
+        the helper ends early, those launches compile the other tasks.
         """
-        given = json.dumps({"gpu": gpu, "tasks": list(tasks), "cache": str(cache.absolute())})
+        given = {"gpu": gpu, "tasks": list(tasks), "cache": str(cache.absolute()), "nice": nice}
         with suppress(BrokenPipeError):
-            print(given, file=self.process.stdin, flush=True)
+            print(json.dumps(given), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             number, error = json.loads(line)
             yield number, error

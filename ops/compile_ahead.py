@@ -14,7 +14,9 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -157,12 +159,21 @@ def prepare() -> None:
         triton_key()
 
 
+def end_with_parent() -> None:
+    """End this process and its group when the process that has started it ends."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Compile the tasks of one line of JSON; print a line for each: its number, and its error."""
     prepare()
     given = json.loads(sys.stdin.readline() or "{}")
     if not given:
         return
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.nice(given["nice"])
     os.environ["TRITON_CACHE_DIR"] = given["cache"]
     capability, *rest = given["gpu"]
     pretend(Gpu(tuple(capability), *rest))

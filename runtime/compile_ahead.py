@@ -2,7 +2,8 @@
 
 The helper (host/compile_helper.py) has started by then, since importing Triton takes seconds.
 The session then names the launches of its steps, which are compiled side by side. A marker beside
-Triton's cache tells later runs that a launch is in there, and another that a model is.
+Triton's cache tells later runs that a launch is in there, and another that a model is. What no step
+needs yet is compiled in the background (`compile_later`), by a second helper.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 import ops
 from host.before_imports import start_hashing, wait_for_hash
-from host.compile_helper import MARKERS, start, started, stop
+from host.compile_helper import MARKERS, Helper, start, started, stop
 from host.files import stamp
 from ops.compile_ahead import cache_folder, code_of, kernel_of, signature
 from ops.gpu import Gpu
@@ -28,6 +29,7 @@ from ops.plain.rope import rope_table
 
 KERNELS = Path(ops.__file__).parent
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
+NICE = 10  # of a helper in the background: it takes the time that this process leaves
 log = logging.getLogger("moe_fast")
 remembered: list[Path] = []  # the marker of the model that is loaded; holds its last launches
 reading: list[threading.Thread] = []  # at most one
@@ -127,22 +129,9 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     """Compile the tasks that no earlier run has compiled; return how many."""
     wait_for_hash()
     wait_for_kernels()
-    markers = {task: marker(task) for task in tasks}
-    missing = [task for task in tasks if not markers[task].exists()]
-    if missing:
+    if missing := not_compiled(tasks):
         start()
-        folder().mkdir(parents=True, exist_ok=True)
-        begin, options, errors = time.perf_counter(), {"leave": False, "disable": None}, []
-        with tqdm(total=len(missing), bar_format=BAR, **options) as progress:
-            for number, error in started[0].compile(gpu, missing, cache_folder()):
-                progress.update(1)
-                if error is None:
-                    markers[missing[number]].touch()
-                else:
-                    errors.append(error)
-        done = sum(markers[task].exists() for task in missing)
-        seconds = time.perf_counter() - begin
-        log.info(f"{done} of {len(missing)} kernels compiled side by side in {seconds:.1f} s")
+        errors = compile_missing(started[0], missing, gpu)
         if errors:
             log.info(f"{len(errors)} kernels are compiled when they first run: {errors[0]}")
     for path in remembered:
@@ -151,3 +140,50 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
         keep_keys(tasks)
     stop()
     return len(missing)
+
+
+def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
+    """Compile the tasks that no earlier run has compiled in the background, at low priority.
+
+    Returns what tells whether all are in the cache. The end of the process does not wait for them.
+    """
+    if not (missing := not_compiled(tasks)):
+        return lambda: True
+
+    def run() -> None:
+        helper = Helper()
+        errors = compile_missing(helper, missing, gpu, nice=NICE)
+        helper.close()
+        if left := not_compiled(missing):
+            why = errors[0] if errors else "the helper has ended"
+            log.info(f"{len(left)} kernels of passes with drafts are not compiled: {why}")
+
+    thread = threading.Thread(target=run, name="compile later", daemon=True)
+    thread.start()
+    return lambda: not (thread.is_alive() or not_compiled(missing))
+
+
+def not_compiled(tasks: Sequence[str]) -> list[str]:
+    """Return the tasks without a marker."""
+    return [task for task in tasks if not marker(task).exists()]
+
+
+def compile_missing(helper: Helper, missing: Sequence[str], gpu: Gpu, nice: int = 0) -> list[str]:
+    """Compile tasks, mark them, and log the seconds; return the errors of the others.
+
+    nice: as of `Helper.compile`; above 0 there is no progress bar.
+    """
+    folder().mkdir(parents=True, exist_ok=True)
+    begin, errors, is_hidden = time.perf_counter(), [], True if nice else None
+    options = {"bar_format": BAR, "leave": False, "disable": is_hidden}
+    with tqdm(total=len(missing), **options) as progress:
+        for number, error in helper.compile(gpu, missing, cache_folder(), nice):
+            progress.update(1)
+            if error is None:
+                marker(missing[number]).touch()
+            else:
+                errors.append(error)
+    done, seconds = len(missing) - len(not_compiled(missing)), time.perf_counter() - begin
+    how = "in the background" if nice else "side by side"
+    log.info(f"{done} of {len(missing)} kernels compiled {how} in {seconds:.1f} s")
+    return errors

@@ -18,7 +18,8 @@ class PassCaptures:
 
     If `waits` is set (`capture_between_answers`), they are left to `capture_next`, which a server
     calls while it has nothing to do, and a chat between its answers. So no answer and no start
-    waits for a pass: an answer has the drafts of those that are there.
+    waits for a pass: an answer has the drafts of those that are there. Their kernels are compiled
+    in the background before (`compile`).
     """
 
     def __init__(
@@ -31,6 +32,9 @@ class PassCaptures:
         """counts, warm_up: of a Speculation. captured: its passes, by rows, drafts, candidates."""
         self.session, self.counts, self.warm_up, self.captured = session, counts, warm_up, captured
         self.waits = False
+        # Begins to compile the kernels of passes; returns what tells whether they are there.
+        self.compile: Callable[[], Callable[[], bool]] = lambda: lambda: True
+        self.is_compiled: Callable[[], bool] | None = None  # what that has returned
         self.left: deque[Pass] = deque()
         self.expected: set[Pass] = set()  # those that were in there
 
@@ -51,11 +55,12 @@ class PassCaptures:
             self.expected.update(keys)
 
     def capture_next(self) -> bool:
-        """Capture one of the passes that are left; return whether there are more.
+        """Capture one of the passes that are left; return whether to go on with others.
 
-        A pass that cannot be captured, for want of memory, is the last one.
+        Nothing waits for their kernels: while these are compiled, none is captured. A pass that
+        cannot be captured, for want of memory, is the last one.
         """
-        if not self.left:
+        if not (self.left and self.kernels_ready()):
             return False
         try:
             self.warm_up(*self.left.popleft())
@@ -63,6 +68,12 @@ class PassCaptures:
             self.left.clear()
             log.warning("no more passes with drafts are captured: %s", f"{error}\n".splitlines()[0])
         return bool(self.left)
+
+    def kernels_ready(self) -> bool:
+        """Return whether the kernels of passes are compiled. The first call begins that."""
+        if self.is_compiled is None:
+            self.is_compiled = self.compile()
+        return self.is_compiled()
 
     def most_ready(self, rows: int, candidates: int) -> int:
         """Return the most drafts that a pass of the first rows may have now."""

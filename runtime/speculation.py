@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 
 from model import Chunk, ModelArgs, Transformer
+from ops.compile_ahead import collect
+from ops.gpu import gpu_of
 from ops.inductor import without_tuning
 from ops.step.draft_check import NO_DRAFT
+from runtime.compile_ahead import compile_later
 from runtime.draft_control import DraftControl, FixedDrafts, Outcome
 from runtime.drafters import MIN_PROBABILITY, Drafter, DraftModel, FirstOf, LookupDrafter
 from runtime.fused_decode import FusedRunner, launch_pass
@@ -31,6 +34,7 @@ from runtime.mtp import MIN_OF_HEAD, MTPDrafter
 from runtime.pass_captures import PassCaptures
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
+from runtime.session_prompts import runner_ahead
 from runtime.session_steps import SPARE
 from runtime.transfers import Upload, read_later
 
@@ -394,15 +398,32 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
     return drafts[:, :count]
 
 
+def passes_are_quick(session: Session) -> bool:
+    """Whether a start waits for no pass of lookups: they are eager, or captured in 0.2 s each."""
+    return session.captures_fast or not session.compiled
+
+
 def capture_between_answers(speculation: Speculation) -> None:
     """Capture passes between answers from now on, if they are automatic and each takes 0.2 s.
 
-    Those of a head or a draft model are compiled, for longer. A fixed number of drafts is due from
-    the first token on.
+    Their kernels are compiled then, too. Those of a head or a draft model are compiled by Inductor,
+    for longer. A fixed number of drafts is due from the first token on.
     """
+    session, captures = speculation.session, speculation.captures
     is_lookup = isinstance(speculation.drafter, LookupDrafter)
-    waits = speculation.auto and is_lookup and speculation.session.captures_fast
-    speculation.captures.waits = waits
+    captures.waits = speculation.auto and is_lookup and session.captures_fast
+    if captures.waits:
+        session.launch_more = lambda runner: None  # not before the first step
+        captures.compile = partial(compile_passes, speculation)
+
+
+def compile_passes(speculation: Speculation) -> Callable[[], bool]:
+    """Compile the kernels of all passes in the background; `compile_later` has the result."""
+    runner = runner_ahead(speculation.session)
+    if runner is None:
+        return lambda: True
+    tasks = collect(lambda: launch_passes(speculation, runner))
+    return compile_later(tasks, gpu_of(speculation.session.device))
 
 
 def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:

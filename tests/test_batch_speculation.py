@@ -490,6 +490,47 @@ def test_passes_are_captured_between_answers(kind, no_compiler):
     assert not batch.speculation.captures.capture_next()
 
 
+@pytest.mark.parametrize("compiles_ahead", (True, False))
+def test_kernels_of_passes_are_compiled_before_they_are_captured(
+    compiles_ahead, no_compiler, monkeypatch
+):
+    """In the background, and not with those of steps. Until then no pass is captured."""
+    monkeypatch.setattr(Session, "captures_fast", True)
+    monkeypatch.setattr(
+        "runtime.speculation.runner_ahead",
+        lambda session: session.runner if compiles_ahead else None,
+    )
+    begun, launched, is_there = [], [], []
+
+    def compile_later(tasks, gpu):
+        begun.append(tasks)
+        return lambda: bool(is_there)
+
+    monkeypatch.setattr("runtime.speculation.compile_later", compile_later)
+    monkeypatch.setattr("runtime.speculation.gpu_of", lambda device: None)
+    monkeypatch.setattr("runtime.speculation.collect", lambda launch: launch() or ["a"])
+    monkeypatch.setattr(
+        "runtime.speculation.launch_pass", lambda runner, state, drafts, *_: launched.append(drafts)
+    )
+    monkeypatch.setattr("runtime.runner.CompiledRunner.reaches", lambda *_: [None])
+    monkeypatch.setattr(Session, "compile_kernels", lambda self: self.launch_more(self.runner))
+    batch = DraftingBatch(Speculation(make_session("plain", 4, compile=True), LIMIT, auto=True))
+    captures, steps = batch.speculation.captures, batch.speculation.steps
+    assert not captures.capture_next() and not begun  # nothing is left
+    batch.prepare()
+    assert not launched and len(captures.left) == 2 * (4 + 3 + 1)
+    if compiles_ahead:
+        for _ in range(3):
+            assert not captures.capture_next() and not steps and begun == [["a"]]
+        wanted = [(1, n) for n in (1, 2, 3, 4)] + [(2, n) for n in (1, 2, 3)] + [(4, 1)]
+        assert [tuple(drafts.shape) for drafts in launched] == wanted
+        requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
+        assert run(batch, requests) == answers_alone("plain", requests)  # by plain steps
+        assert not steps
+        is_there.append(True)
+    assert captures.capture_next() and len(steps) == 1 and len(begun) == compiles_ahead
+
+
 def test_no_pass_among_all_tokens_is_captured_between_answers(no_compiler, monkeypatch):
     """Inductor compiles its verification: such an answer has plain steps."""
     monkeypatch.setattr("runtime.pass_captures.MAX_CANDIDATES", 10)  # less than the vocabulary

@@ -1,7 +1,12 @@
 """Kernels that are compiled before a step needs them, in other processes."""
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,20 +42,18 @@ def test_a_first_token_compiles_nothing_late():
     assert found == {case: [] for case in layers}
 
 
+def move_task(block: int) -> str:
+    """Return a launch that takes a second to compile. Triton's blocks are powers of two."""
+    sizes = {"bytes": 8, "exchange": False, "block": block}
+    move = {"class": ["ops.step.rows", "Move"], "fields": sizes}
+    args = [{"tensor": "int64"}, 0, 1, 100, move]
+    task = {"kernel": ["ops.step.rows", "_move"], "args": args, "options": {"num_warps": 1}}
+    return json.dumps(task)
+
+
 def test_a_kernel_that_does_not_compile_ends_no_other(tmp_path):
     """Its error is a class of ours, which cannot be pickled."""
-    tasks = []
-    for block in (48, 64):  # Triton's blocks are powers of two
-        sizes = {"bytes": 8, "exchange": False, "block": block}
-        args = [
-            {"tensor": "int64"},
-            0,
-            1,
-            100,
-            {"class": ["ops.step.rows", "Move"], "fields": sizes},
-        ]
-        task = {"kernel": ["ops.step.rows", "_move"], "args": args, "options": {"num_warps": 1}}
-        tasks.append(json.dumps(task))
+    tasks = [move_task(block) for block in (48, 64)]
     helper = compile_helper.Helper()
     found = dict(helper.compile(GPU, tasks, tmp_path))
     helper.close()
@@ -58,13 +61,16 @@ def test_a_kernel_that_does_not_compile_ends_no_other(tmp_path):
 
 
 class FakeHelper:
-    """Stands for the helper: compiles only the first `count` tasks."""
+    """Stands for the helper: compiles only the first `count` tasks, once it is let go."""
 
     def __init__(self, count: int):
         self.count, self.closed, self.given = count, False, None
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
-    def compile(self, gpu, tasks, cache):
-        self.given = list(tasks)
+    def compile(self, gpu, tasks, cache, nice=0):
+        self.given, self.nice = list(tasks), nice
+        assert self.goes_on.wait(60)
         ended = range(min(self.count, len(tasks)))
         yield from ((number, "why" if number == 1 else None) for number in ended)
 
@@ -96,6 +102,104 @@ def test_a_task_is_compiled_once(compile_some):
     assert count == 3 and fake.given == ["b", "c", "d"]  # b is the first now, and c fails
     fake, count = compile_some(["a", "b", "d"], 4)
     assert count == 0 and fake.given is None and fake.closed
+
+
+@pytest.fixture
+def compile_later(compile_some, monkeypatch):
+    """Return a function: compile tasks in the background by this helper -> what tells the end."""
+
+    def run(tasks: list[str], fake: FakeHelper):
+        monkeypatch.setattr(ahead, "Helper", lambda: fake)
+        return ahead.compile_later(tasks, GPU)
+
+    return run
+
+
+def wait_until(condition) -> bool:
+    """Return whether a condition comes true within a minute."""
+    end = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def test_tasks_are_compiled_in_the_background(compile_later, compile_some, caplog):
+    """Once, at low priority, without a progress bar; the next start reads none of them ahead."""
+    caplog.set_level("INFO", "moe_fast")
+    compile_some(["a"], 1)
+    fake = FakeHelper(1)
+    fake.goes_on.clear()
+    is_there = compile_later(["a", "b"], fake)
+    assert wait_until(lambda: fake.given == ["b"]) and fake.nice > 0 and not is_there()
+    fake.goes_on.set()
+    assert wait_until(is_there) and fake.closed
+    assert "1 of 1 kernels compiled in the background in 0.0 s" in caplog.text
+    fake = FakeHelper(2)
+    assert compile_later(["a", "b"], fake)() and fake.given is None  # no helper is started
+    ahead.remembered[:] = [ahead.folder() / "model"]
+    compile_later(["a", "c"], FakeHelper(1))
+    compile_some(["a"], 1)
+    assert json.loads(ahead.remembered[0].read_text()) == ["a"]
+
+
+@pytest.mark.parametrize(("count", "why"), ((3, "why"), (1, "the helper has ended")))
+def test_kernels_that_are_not_compiled_in_the_background_are_logged(
+    count, why, compile_later, caplog
+):
+    """An error, and a helper that ends early. What is not there is never waited for."""
+    caplog.set_level("INFO", "moe_fast")
+    fake = FakeHelper(count)
+    is_there = compile_later(["a", "b", "c"], fake)
+    assert wait_until(lambda: "are not compiled" in caplog.text) and fake.closed
+    assert f"kernels of passes with drafts are not compiled: {why}" in caplog.text
+    assert not is_there()
+
+
+LEAVES = """
+import sys, threading, time
+from pathlib import Path
+from ops.gpu import KNOWN
+from runtime import compile_ahead as ahead
+
+cache, task = Path(sys.argv[1]), sys.argv[2]
+ahead.cache_folder = lambda: cache
+ahead.signature = lambda task: task
+helpers, Helper = [], ahead.Helper
+
+def start():
+    helpers.append(Helper())
+    return helpers[0]
+
+ahead.Helper = start
+assert not ahead.compile_later([task], KNOWN["sm_90"])()
+while not helpers:
+    time.sleep(0.01)
+print(helpers[0].process.pid, flush=True)
+"""
+
+
+def test_the_end_of_a_process_waits_for_no_helper_and_leaves_none(tmp_path):
+    """It ends at once, and the helper, which has just begun, ends before it has compiled."""
+    pytest.importorskip("triton", reason="the helper compiles with it")
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(tmp_path), move_task(64)],
+        cwd=compile_helper.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    running = Path("/proc") / run.stdout.strip() / "stat"
+
+    def has_ended() -> bool:
+        try:
+            return running.read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    assert wait_until(has_ended)
+    assert [path.name for path in tmp_path.iterdir()] in ([], [compile_helper.MARKERS])
+    assert not list(tmp_path.rglob("*.cubin")) and not list(tmp_path.rglob("*.ptx"))
 
 
 def test_a_model_that_was_compiled_starts_no_helper(monkeypatch, tmp_path):

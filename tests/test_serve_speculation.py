@@ -3,6 +3,7 @@
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from test_serve import LENGTH, PROMPT, Running
 
 from cli.serve_options import build_parser, check_options
 from generate import generate, load_model
+from gguf_files.opening import open_source
+from memory.commands import uses_head
 from runtime.drafting_batch import DraftingBatch
 from runtime.sampling import Sampling
-from runtime.session import Session
+from runtime.session import Session, SessionOptions
 from serve import main as serve
+from serve import open_speculation
 from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -141,6 +145,48 @@ def test_a_sampled_answer_without_a_seed_is_drafted_for(serving):
         assert found.usage.completion_tokens == 24 or found.choices[0].finish_reason == "stop"
     is_auto = running.decoder.batch.speculation.auto
     assert is_auto or running.metric("drafted_tokens_total") > before
+
+
+@pytest.mark.parametrize(
+    ("options", "is_fast", "ranks", "kind"),
+    (
+        ("--compile", True, 1, "auto"),
+        ("--compile", False, 1, None),  # Inductor compiles a part of passes, for seconds each
+        ("--compile", True, 2, None),
+        ("--compile --offload --gpu_memory 1GB", True, 1, None),
+        ("--compile --speculate off", True, 1, None),
+        ("--compile --speculate auto", False, 1, "auto"),
+        ("--compile --speculate lookup", False, 2, "lookup"),
+        ("", False, 1, "auto"),
+        ("", False, 2, None),
+    ),
+)
+def test_what_a_server_drafts_with(options, is_fast, ranks, kind, monkeypatch):
+    made, options = [], build_parser().parse_args(options.split())
+    check_options(options)
+    monkeypatch.setattr("serve.process_group.size", lambda: ranks)
+    monkeypatch.setattr("serve.speculate", lambda *given: made.append(given[-1]))
+    session = SimpleNamespace(compiled=bool(options.compile), captures_fast=is_fast)
+    open_speculation(options, None, session)
+    assert made == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize("batch", ("1", "4"))
+def test_a_compiled_server_drafts_by_lookups_alone(batch, hybrid_directory, monkeypatch):
+    """By default. A head that is there takes memory, and Inductor compiles its passes."""
+    monkeypatch.setattr(Session, "captures_fast", True)
+    checkpoint = open_source(hybrid_directory)
+    found = {}
+    for given in ((), ("--speculate", "auto")):
+        options = build_parser().parse_args(["--compile", "--max_batch", batch, *given])
+        check_options(options)
+        session = Session(
+            load_model(checkpoint, "cpu"), 64, SessionOptions(int(batch), compile=True)
+        )
+        speculation = DraftingBatch(open_speculation(options, checkpoint, session)).speculation
+        found[given] = uses_head(options, checkpoint), speculation.captures.waits
+    assert found[()] == (False, True)
+    assert found["--speculate", "auto"] == (batch == "1", batch != "1")
 
 
 @pytest.mark.parametrize(

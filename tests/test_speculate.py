@@ -571,7 +571,10 @@ def test_the_command_speculates_by_itself(command):
         ("", 1, 1, "auto"),
         ("--interactive", 0, 1, "auto"),
         ("--compile", 1, 1, "off"),
-        ("--compile --interactive", 0, 1, "off"),
+        ("--compile --interactive", 0, 1, "auto"),
+        ("--compile --interactive --speculate off", 0, 1, "off"),
+        ("--compile --interactive --offload --gpu_experts 2", 0, 1, "off"),
+        ("--compile --interactive", 0, 2, "off"),
         ("", 2, 1, "off"),
         ("--batch_size 1", 2, 1, "auto"),
         ("--batch_size 1 --compile", 2, 1, "off"),
@@ -595,13 +598,16 @@ def test_what_an_answer_speculates_with(arguments, prompts, ranks, kind, monkeyp
     assert generate.choose_speculation(options, prompts) == kind
 
 
-def test_a_chat_captures_its_passes_between_answers(no_compiler, directory, monkeypatch):
-    """The first answer takes plain steps, so that a chat starts as fast; the second has drafts."""
+@pytest.mark.parametrize("given", ((), ("--speculate", "auto")))
+def test_a_chat_captures_its_passes_between_answers(given, no_compiler, directory, monkeypatch):
+    """The first answer takes plain steps, so that a chat starts as fast; the second has drafts.
+
+    Passes that Inductor would compile for long are made on request alone.
+    """
     monkeypatch.setattr(Session, "captures_fast", True)
     monkeypatch.setattr("generate.use_compile_cache", lambda folder: None)
-    options = build_parser().parse_args(
-        ["--interactive", "--compile", "--device", "cpu", "--speculate", "auto"]
-    )
+    arguments = "--interactive", "--compile", "--device", "cpu", *given
+    options = build_parser().parse_args(arguments)
     check_options(options)
     checkpoint = generate.open_source(directory)
     speculation = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
@@ -619,9 +625,10 @@ def test_a_chat_captures_its_passes_between_answers(no_compiler, directory, monk
     generate.chat(speculation, None, options, GREEDY)
     (first, no_passes, _), (second, passes, drafted) = made
     assert first == second and (no_passes, passes) == (0, 4) and drafted
-    monkeypatch.setattr(Session, "captures_fast", False)  # Inductor would compile each for long
+    monkeypatch.setattr(Session, "captures_fast", False)
     found = generate.prepare_session(options, checkpoint, torch.device("cpu"), 256, [])
-    assert speculation.captures.waits and not found.captures.waits
+    assert speculation.captures.waits and isinstance(found, Speculation) == bool(given)
+    assert not given or not found.captures.waits
 
 
 def test_greedy_and_sampled_answers_share_steps_where_kernels_choose(no_compiler, make, plain):
