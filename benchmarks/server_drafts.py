@@ -5,8 +5,8 @@
 Random weights, compiled sessions, no HTTP: a `Batch`, and a `DraftingBatch` with lookups on the
 same session, in turn. "before" is the latter without a captured pass: those are captured while a
 server has nothing to do, when their kernels have been compiled in the background. The first lines
-have the seconds of that: to begin it, and in all; and those of each capture. For one of these or
-for the beginning a request may have to wait. Random weights repeat themselves when greedy, so that
+have the seconds of that: to begin it, and in all; and those of each capture. A request may have to
+wait for a capture, and for the beginning. Random weights repeat themselves when greedy, so that
 some drafts are accepted; at temperature 1 none is. Due: never less than 0.97.
 """
 

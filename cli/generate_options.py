@@ -65,8 +65,8 @@ def build_parser() -> Parser:
     parser.begin_group("speculative decoding", "draft tokens, and verify several in one pass")
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction; "
-        "auto: by both where that is measured to be faster; default: auto without the head, with "
-        "one sequence on one device, not compiled, without --offload"
+        "auto: by both where that is measured to be faster; default: auto without the head, in a "
+        "chat or for one sequence that is not compiled, on one device, without --offload"
     )
     parser.add_argument("--speculate", choices=SPECULATE, help=sources)
     parser.add_path("--draft_checkpoint_path", "draft with this smaller model")

@@ -67,7 +67,8 @@ def build_parser() -> Parser:
     sources = (
         "lookup: draft from the text so far; mtp: by the model's head for multi-token prediction, "
         "with --max_batch 1; auto: by lookup, with --max_batch 1 by both, where that is measured "
-        "to be faster; default: auto by lookup on one device, off if compiled or with --offload"
+        "to be faster; default: auto by lookup on one device, off with --offload, and if Inductor "
+        "compiles a part of its passes"
     )
     add("--speculate", choices=SPECULATE, help=sources)
     drafts = f"drafts a pass, with auto at most; default: {DRAFT_TOKENS}"

@@ -2,8 +2,8 @@
 
 The helper (host/compile_helper.py) has started by then, since importing Triton takes seconds.
 The session then names the launches of its steps, which are compiled side by side. A marker beside
-Triton's cache tells later runs that a launch is in there, and another that a model is. What no step
-needs yet is compiled in the background (`compile_later`), by a second helper.
+Triton's cache tells later runs that a launch is in there, and another that a model is. A second
+helper compiles in the background what no step needs yet (`compile_later`).
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from ops.plain.rope import rope_table
 
 KERNELS = Path(ops.__file__).parent
 BAR = "compiling {n_fmt} of {total_fmt} kernels {bar} {elapsed}"
-NICE = 10  # of a helper in the background: it takes the time that this process leaves
+NICE = 10  # `compile_later` takes the time that this process leaves
 log = logging.getLogger("moe_fast")
 remembered: list[Path] = []  # the marker of the model that is loaded; holds its last launches
 reading: list[threading.Thread] = []  # at most one
@@ -151,9 +151,11 @@ def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
         return lambda: True
 
     def run() -> None:
-        helper = Helper()
-        errors = compile_missing(helper, missing, gpu, nice=NICE)
-        helper.close()
+        try:
+            with closing(Helper()) as helper:
+                errors = compile_missing(helper, missing, gpu, nice=NICE)
+        except OSError as error:  # no memory for a process, or a full disk
+            errors = [str(error)]
         if left := not_compiled(missing):
             why = errors[0] if errors else "the helper has ended"
             log.info(f"{len(left)} kernels of passes with drafts are not compiled: {why}")
@@ -184,6 +186,6 @@ def compile_missing(helper: Helper, missing: Sequence[str], gpu: Gpu, nice: int 
             else:
                 errors.append(error)
     done, seconds = len(missing) - len(not_compiled(missing)), time.perf_counter() - begin
-    how = "in the background" if nice else "side by side"
-    log.info(f"{done} of {len(missing)} kernels compiled {how} in {seconds:.1f} s")
+    how = "compiled in the background" if nice else "compiled side by side"
+    log.info(f"{done} of {len(missing)} kernels {how} in {seconds:.1f} s")
     return errors

@@ -18,8 +18,8 @@ class PassCaptures:
 
     If `waits` is set (`capture_between_answers`), they are left to `capture_next`, which a server
     calls while it has nothing to do, and a chat between its answers. So no answer and no start
-    waits for a pass: an answer has the drafts of those that are there. Their kernels are compiled
-    in the background before (`compile`).
+    waits for a pass: an answer has the drafts of those that are there. Before they are captured,
+    `compile` has their kernels compiled in the background.
     """
 
     def __init__(
@@ -60,9 +60,11 @@ class PassCaptures:
         Nothing waits for their kernels: while these are compiled, none is captured. A pass that
         cannot be captured, for want of memory, is the last one.
         """
-        if not (self.left and self.kernels_ready()):
+        if not self.left:
             return False
         try:
+            if not self.kernels_ready():
+                return False
             self.warm_up(*self.left.popleft())
         except RuntimeError as error:
             self.left.clear()

@@ -63,6 +63,14 @@ def smallest_chunk(sizes: tuple[int, ...], tokens: int) -> int:
     return next((size for size in sizes if tokens <= size), sizes[-1])
 
 
+def runner_ahead(session: DecodeSteps) -> FusedRunner | None:
+    """Return the runner whose kernels are compiled before they run: the fused one of one rank."""
+    runner = session.runner
+    if not session.captured or type(runner) is not FusedRunner or runner.all_reduces:
+        return None
+    return runner
+
+
 class Prompts(DecodeSteps):
     """The prompts of a session, one row at a time, between the steps of other rows."""
 
@@ -85,16 +93,10 @@ class Prompts(DecodeSteps):
             self.warm_up_short_prompts()
         return super().warm_up(candidates, size)
 
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether kernels are compiled before they run: the fused ones of one rank."""
-        runner = self.runner
-        return self.captured and type(runner) is FusedRunner and not runner.all_reduces
-
     def compile_kernels(self) -> None:
         """Compile the kernels of steps and short prompts side by side, if they are fused ones."""
-        runner = self.runner
-        if not self.compiles_ahead:
+        runner = runner_ahead(self)
+        if runner is None:
             stop_compiling()
             return
         steps = sorted({size for size in (1, 2, 4, 8, self.batch) if size <= self.batch})

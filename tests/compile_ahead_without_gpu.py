@@ -4,7 +4,8 @@
 
 CASE: as in gpu_launches.py. COUNT: how many kernels are compiled, those with the shortest source;
 0: all. Prints JSON: the kernels' names, how many were compiled ahead, at first and again, and the
-files that the launches themselves add to Triton's cache.
+files that the launches themselves add to Triton's cache. "later": two others, compiled in the
+background: how many, whether they were there at once, and at the end.
 
     python tests/compile_ahead_without_gpu.py late CASE LAYERS ...
 
@@ -15,6 +16,7 @@ the first LAYERS layers, that are not compiled ahead, and the functions that Ind
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -26,7 +28,7 @@ from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
 from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
 from ops.step import draft_check
-from runtime.compile_ahead import compile_ahead
+from runtime.compile_ahead import compile_ahead, compile_later
 from runtime.fused_decode import FusedRunner, launch_pass
 from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
@@ -121,7 +123,18 @@ def main() -> None:
     before = files()
     for task in some:
         compile_task(task)
-    print(json.dumps(found | {"compiled": before, "added": files() - before}))
+    added = files() - before
+    others = [task for task in tasks if task not in some][:2]
+    is_there = compile_later(others, there)
+    found["later"], end = [len(others), is_there()], time.monotonic() + 120
+    while not is_there() and time.monotonic() < end:
+        time.sleep(0.1)
+    found["later"].append(is_there())
+    there_before = files()
+    for task in others:
+        compile_task(task)
+    assert files() == there_before
+    print(json.dumps(found | {"compiled": before, "added": added}))
 
 
 if __name__ == "__main__":

@@ -494,9 +494,12 @@ def test_passes_are_captured_between_answers(kind, no_compiler):
 def test_kernels_of_passes_are_compiled_before_they_are_captured(
     compiles_ahead, no_compiler, monkeypatch
 ):
-    """In the background, and not with those of steps. Until then no pass is captured."""
+    """They are not compiled with those of steps. Until they are there, no pass is captured."""
     monkeypatch.setattr(Session, "captures_fast", True)
-    monkeypatch.setattr(Session, "compiles_ahead", compiles_ahead)
+    monkeypatch.setattr(
+        "runtime.speculation.runner_ahead",
+        lambda session: session.runner if compiles_ahead else None,
+    )
     begun, launched, is_there = [], [], []
 
     def compile_later(tasks, gpu):
@@ -526,6 +529,18 @@ def test_kernels_of_passes_are_compiled_before_they_are_captured(
         assert not steps
         is_there.append(True)
     assert captures.capture_next() and len(steps) == 1 and len(begun) == compiles_ahead
+
+
+def test_kernels_of_passes_that_cannot_be_named_leave_plain_steps(no_compiler, caplog):
+    """A server that has nothing to do goes on."""
+    captures = open_later().speculation.captures
+
+    def fail() -> None:
+        raise RuntimeError("a kernel cannot run")
+
+    captures.compile = fail
+    assert captures.left and not captures.capture_next() and not captures.left
+    assert "no more passes with drafts are captured: a kernel cannot run" in caplog.text
 
 
 def test_no_pass_among_all_tokens_is_captured_between_answers(no_compiler, monkeypatch):

@@ -30,6 +30,7 @@ def test_launches_find_what_the_helper_has_compiled(count, tmp_path):
     assert {"_gather_rows", "attend_kernel", "merge_kernel", "join_tokens"} < set(found["kernels"])
     assert found["ahead"] == [count or found["tasks"], 0]  # the second run has nothing to do
     assert found["compiled"] > 0 and found["added"] == 0
+    assert found["later"] == ([2, False, True] if count else [0, True, True])
 
 
 @pytest.mark.slow
@@ -146,13 +147,24 @@ def test_tasks_are_compiled_in_the_background(compile_later, compile_some, caplo
 def test_kernels_that_are_not_compiled_in_the_background_are_logged(
     count, why, compile_later, caplog
 ):
-    """An error, and a helper that ends early. What is not there is never waited for."""
+    """An error, and a helper that ends early: they are never there."""
     caplog.set_level("INFO", "moe_fast")
     fake = FakeHelper(count)
     is_there = compile_later(["a", "b", "c"], fake)
     assert wait_until(lambda: "are not compiled" in caplog.text) and fake.closed
     assert f"kernels of passes with drafts are not compiled: {why}" in caplog.text
     assert not is_there()
+
+
+def test_a_helper_that_cannot_be_started_is_logged(compile_some, monkeypatch, caplog):
+    def fail():
+        raise OSError(12, "Cannot allocate memory")
+
+    caplog.set_level("INFO", "moe_fast")
+    monkeypatch.setattr(ahead, "Helper", fail)
+    is_there = ahead.compile_later(["a"], GPU)
+    assert wait_until(lambda: "are not compiled" in caplog.text) and not is_there()
+    assert "Cannot allocate memory" in caplog.text
 
 
 LEAVES = """
