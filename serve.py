@@ -11,6 +11,7 @@ if __name__ == "__main__":
     end_at_ctrl_c()
 
 import argparse
+import errno
 import logging
 import socket
 import sys
@@ -91,9 +92,11 @@ def bind(host: str, port: int) -> Listener:
     except (OSError, UnicodeError) as error:
         if bound:
             bound.close()
-        reason = error.strerror if isinstance(error, OSError) else "it is no host's name"
+        number = getattr(error, "errno", None)
+        reason = error.strerror if number is not None else "it is no host's name"
+        name = "port" if number in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise ValueError(
-            f"cannot listen on {host} port {port} ({reason}): choose another --port"
+            f"cannot listen on {host} port {port} ({reason}): choose another --{name}"
         ) from None
     return bound
 

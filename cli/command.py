@@ -188,7 +188,8 @@ def describe_out_of_memory(error: BaseException) -> str:
 def termination_raises() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored.
 
-    SIGINT raises KeyboardInterrupt again, if `end_at_ctrl_c` had it end the process.
+    SIGINT raises KeyboardInterrupt again, if `end_at_ctrl_c` had it end the process; after this it
+    ends it once more, so that a second Ctrl-C prints no traceback of what Python does at its end.
     """
 
     def terminate(number, frame):
@@ -199,9 +200,10 @@ def termination_raises() -> Iterator[None]:
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) == signal.SIG_DFL
     ]
+    ends_early = signal.getsignal(signal.SIGINT) is end_at_once
     if threading.current_thread() is not threading.main_thread():
         numbers = []  # Python allows handlers there alone
-    elif signal.getsignal(signal.SIGINT) is end_at_once:
+    elif ends_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in numbers:
         signal.signal(number, terminate)
@@ -210,6 +212,8 @@ def termination_raises() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+        if ends_early:
+            end_at_ctrl_c()
 
 
 def end_at_ctrl_c() -> None:

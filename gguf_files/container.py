@@ -234,7 +234,11 @@ class GGUFFile:
         self.parts = [GGUFPart(part, number) for number, part in enumerate(paths)]
         self.path, self.values = paths[0], self.parts[0].values
         self.tensors: dict[str, TensorInfo] = {}
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
+            given = part.values.get("split.no")
+            if len(paths) > 1 and type(given) is int and given != number:
+                fix = "its name is wrong; rename it, or fetch it again"
+                raise ValueError(f"{part.path} is part {given + 1} by its header: {fix}")
             for name, info in part.tensors.items():
                 if name in self.tensors:
                     twice = f"{paths[self.tensors[name].file].name} and {part.path.name}"

@@ -4,6 +4,7 @@
 weights travels with it.
 """
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,7 @@ class Profile:
 
         Raises ValueError for the profile of another model.
         """
-        found = {len(self.counts), *map(len, self.counts)}
-        if found != {layers, experts}:
+        if [len(row) for row in self.counts] != [experts] * layers:
             shape = f"{len(self.counts)} layers of {len(self.counts[0]) if self.counts else 0}"
             raise ValueError(
                 f"{self.path}: it is about {shape} experts and the model has {layers} of "
@@ -47,11 +47,14 @@ class Profile:
 def read_profile(path: Path) -> Profile:
     """Return the profile in a file. Raises ValueError if it has none."""
     try:
+        if path.exists() and not path.is_file():  # a device may have no end
+            raise OSError(errno.EINVAL, "not a regular file")
         counts = json.loads(path.read_text())["counts"]
         valid = all(type(n) is int and n >= 0 for row in counts for n in row)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        cause = getattr(error, "strerror", None) or type(error).__name__
         raise ValueError(
-            f"{path}: it cannot be read as a profile ({type(error).__name__}): "
+            f"{path}: it cannot be read as a profile ({cause}): "
             "make it with scripts/study_offload.py --profile"
         ) from None
     if not valid:

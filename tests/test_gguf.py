@@ -509,6 +509,11 @@ def test_a_split_file_is_read_from_any_part(tmp_path):
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
     check_logits(parts[1], peer)
+    parts[0].rename(tmp_path / "b")
+    parts[1].rename(parts[0])
+    (tmp_path / "b").rename(parts[1])
+    with pytest.raises(ValueError, match=f"{parts[0].name} is part 2 by its header"):
+        GGUFCheckpoint(first)
     parts[1].unlink()
     with pytest.raises(ValueError, match=f"1 of its {len(parts)} parts are missing; fetch a-00002"):
         GGUFCheckpoint(first)

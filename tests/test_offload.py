@@ -515,9 +515,15 @@ def test_a_profile_starts_the_cache(make, tmp_path):
     (
         ("[1", "cannot be read as a profile"),
         ("{}", "cannot be read as a profile"),
+        ("[" * 100_000, "cannot be read as a profile"),
         ('{"counts": [["a"]]}', "its counts are no numbers of uses"),
         ('{"counts": [[-1]]}', "its counts are no numbers of uses"),
         ('{"counts": [[1, 2], [3, 4]]}', "2 layers of 2 experts and the model has 3 of 6"),
+        (
+            '{"counts": [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]]}',
+            "6 layers of 3",
+        ),
+        ('{"counts": [[1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 3, 4, 5, 6]]}', "the model has 3 of 6"),
         ('{"counts": []}', "0 layers of 0 experts and the model has 3 of 6"),
     ),
 )
@@ -527,6 +533,13 @@ def test_a_profile_that_does_not_fit(make, tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         load(make("fp32"), OffloadSettings(3, profile=read_profile(path)))
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", (".", "fifo"))
+def test_a_profile_that_is_no_file(tmp_path, name):
+    os.mkfifo(tmp_path / "fifo")  # it has no end until somebody writes it, as /dev/zero has none
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_profile(tmp_path / name)
 
 
 # Other weights and ranks --------------------------------------------------------------------------

@@ -154,6 +154,24 @@ def test_ctrl_c_during_the_imports_is_one_line(script, name):
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
+def test_ctrl_c_after_the_command_is_no_traceback():
+    """A second Ctrl-C may come while Python ends: the first one was not quick enough."""
+    code = (
+        "import atexit, os, signal\n"
+        "from cli.command import command, end_at_ctrl_c\n"
+        "end_at_ctrl_c()\n"
+        "@command()\n"
+        "def main():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "raise SystemExit(main())\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert (process.returncode, process.stderr) == (130, "interrupted\n")
+
+
 def test_every_script_with_slow_imports_checks_its_arguments_first():
     """The pattern of cli/startup.py, in every script that imports torch."""
     for script in COMMANDS:
