@@ -33,6 +33,7 @@ from runtime.fused_decode import FusedRunner, launch_pass
 from runtime.mtp import MIN_OF_HEAD, MTPDrafter
 from runtime.pass_captures import PassCaptures
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
+from runtime.sequence_state import Settling
 from runtime.session import Session
 from runtime.session_prompts import runner_ahead
 from runtime.session_steps import SPARE
@@ -141,6 +142,8 @@ class Speculation:
         self.result = session.shared_integers(size)
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
+        self.settle = Settling(session.states)
+        self.settles: dict[int, Callable[[], None]] = {}  # captured, by rows
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
         self.captures = PassCaptures(session, self.counts, self.warm_up, self.steps)
         self.sizes: Sequence[int] = (1,)  # rows that passes may have
@@ -206,6 +209,9 @@ class Speculation:
             make = partial(session.capture, partial(self.verify, *key), tokens, count + 1)
             with without_tuning() if session.compiled else nullcontext():
                 self.steps[key] = make()
+                if self.ended and self.settle.states and rows not in self.settles:
+                    settle = partial(self.settle, session.first_rows(rows)[0])
+                    self.settles[rows] = session.capture_within(None, settle, rows, 1)
         return self.steps[key]
 
     def stream_all(
@@ -321,6 +327,8 @@ class Speculation:
             self.warm_up(max(counts), candidates, size)()
             if self.ended:
                 self.ended.record(torch.cuda.current_stream(self.session.device))
+                if settle := self.settles.get(size):
+                    settle()  # while the host reads the pass's tokens
             self.begun = Begun(
                 lambda: self.read_pass(counts),
                 lambda found: [
@@ -434,6 +442,7 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
     session, q = speculation.session, speculation.drafter.q
     for rows in speculation.sizes:
         state, _ = session.first_rows(rows)
+        speculation.settle(state)
         for count in range(1, speculation.counts(rows).stop):
             drafts = drafts_of(speculation, rows, count)
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
