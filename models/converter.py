@@ -246,7 +246,7 @@ class ConversionPlan:
             self.used.update(name + SCALE for name in recipe.sources)
         if ours.endswith(PACKABLE):
             self.modules[ours.removesuffix(".weight")] = spec
-            return block_recipes(ours, recipe, "fp8b", self.tensors)
+            return block_recipes(ours, recipe, self.tensors)
         return {ours: recipe}
 
     def format(self, dtype: str) -> dict:
