@@ -33,10 +33,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACK_CHUNK = 1 << 22  # weights packed at a time: 150 MB in fp32, with the solver's temporaries
 CPU_CHUNK = 1 << 17  # on a CPU: temporaries stay in its cache, and their memory is used again
 SUGGESTED_GROUPS = 8, 16, 32, 64, 128, 256
-NEVER_PACKED = (
-    *(".router", ".shared_gate", ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate"),
-    *(".windex", ".inject"),
-)
+# Small products of layers, which decide about others: gates, decays, step sizes, an index.
+SMALL_PRODUCTS = ".wba", ".wdt", ".wfgb", ".wdecay", ".wgate", ".windex", ".inject"
+NEVER_PACKED = ".router", ".shared_gate", *SMALL_PRODUCTS
 LOOKED_UP = (".table",)  # rows are unpacked one by one: fp8, whatever the others get
 # A head for multi-token prediction: its key in "format", and the prefix of its tensors.
 MTP = "mtp"

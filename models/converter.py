@@ -30,7 +30,7 @@ from checkpoint import (
     read_json,
 )
 from formats import FORMATS
-from formats.quantizer import MTP, Packing, add_head
+from formats.quantizer import MTP, SMALL_PRODUCTS, Packing, add_head
 from model import ModelArgs
 from models import args_from_hf, family_of_config
 from models.family import Family, PublishedLayout
@@ -61,10 +61,7 @@ PACKABLE = (
     *(".down.weight", ".up.weight"),
 )
 # Dequantized: latent attention multiplies with wkv along either axis; the others are never packed.
-DEQUANTIZED = (
-    *(".wkv", ".wba.weight", ".wdt.weight"),
-    *(".wfgb.weight", ".wdecay.weight", ".wgate.weight", ".inject.weight", ".windex.weight"),
-)
+DEQUANTIZED = ".wkv", *(f"{name}.weight" for name in SMALL_PRODUCTS)
 
 
 def weight_files(
@@ -249,7 +246,7 @@ class ConversionPlan:
             self.used.update(name + SCALE for name in recipe.sources)
         if ours.endswith(PACKABLE):
             self.modules[ours.removesuffix(".weight")] = spec
-            return block_recipes(ours, recipe, "fp8b", self.tensors)
+            return block_recipes(ours, recipe, self.tensors)
         return {ours: recipe}
 
     def format(self, dtype: str) -> dict:

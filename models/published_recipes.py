@@ -20,13 +20,13 @@ def place_shape(shape: tuple[int, ...], place: tuple) -> tuple[int, ...]:
     return *sizes, *shape[len(place) :]
 
 
-def block_recipes(ours: str, recipe: Recipe, format: str, tensors: PublishedTensors) -> Recipes:
+def block_recipes(ours: str, recipe: Recipe, tensors: PublishedTensors) -> Recipes:
     """Turn a weight's recipe into those of its codes and scales in block FP8.
 
     Raises ValueError if the published blocks are not whole ones of ours.
     """
-    group, path = FORMATS[format].group, ours.removesuffix(".weight")
-    shape, dtype = FORMATS[format].layout(recipe.shape, group)["scale"]
+    group, path = FORMATS["fp8b"].group, ours.removesuffix(".weight")
+    shape, dtype = FORMATS["fp8b"].layout(recipe.shape, group)["scale"]
     transform = recipe.transform or (lambda t: t)
     rows = torch.arange(recipe.shape[-2]).unsqueeze(1)
     blocks = transform(rows).flatten() // group  # the block that each row of ours comes from

@@ -43,9 +43,8 @@ class PublishedTensors:
         self.directory, self.renames = directory, renames
         self.dequantized: dict[str, int] = {}  # FP8 weights read as numbers: size of their blocks
         self.parts: dict[str, Part] = {}  # what is made of several tensors, or converted
-        self.tensors: dict[
-            str, tuple[SafetensorsFile, str]
-        ] = {}  # shared name -> file, its name there
+        # Shared name -> file, its name there
+        self.tensors: dict[str, tuple[SafetensorsFile, str]] = {}
         for name, file in weight_map.items():
             if name not in shards[file].tensors:
                 raise ValueError(

@@ -7,7 +7,6 @@ from models.config import HFConfig, listed_kinds
 from models.gguf import Values, dense_config
 from models.layers.scaled_rope import ScaledRopeArgs, ScaledRopeFamily, ScaledRopeTransformer
 from models.layers.shared_expert import GatedSharedExpertMoE
-from models.layers.windows import KINDS
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ class Qwen2Moe(ScaledRopeFamily):
 
     def window_fields(self, c: HFConfig) -> dict:
         """Return the window of all layers. Each has one by its layer_types alone."""
-        kinds = listed_kinds(c, KINDS)
+        kinds = listed_kinds(c, ("sliding_attention", "full_attention"))
         if c.flag("use_sliding_window") and kinds is None:
             why = "every other layer would have one, up to max_window_layers"
             c.refuse("use_sliding_window", why)
-        if kinds and set(kinds) == {KINDS[1]}:
+        if kinds and set(kinds) == {"full_attention"}:
             c["use_sliding_window"] = False
         return super().window_fields(c)
 
