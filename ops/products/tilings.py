@@ -101,7 +101,7 @@ DEFAULTS = {
 # A head's programs stay, so that fewer of them norm x and make integers of it.
 HEADS = dict.fromkeys(
     ("q4_k", "q5_k", "q6_k"),
-    Default(8, 128, 1, waste=3, chunks=1, stay=True),  # q4_k, q5_k: not measured
+    Default(8, 128, 1, waste=3, chunks=1, stay=True),  # q5_k: not measured
 )
 # Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
 # narrow chunks are better. Other kinds and numbers have the tiles of one token.
