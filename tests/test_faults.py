@@ -420,6 +420,7 @@ def test_names_that_are_not_utf8(hf, converted, tmp_path, capsys):
     (
         *(("n_layer", 10**9), ("dim", 2**63), ("dim", 1 << 24), ("vocab_size", None)),
         *(("clip_qkv", 1e300), ("n_expert", 10**5), ("format", True), ("format", {})),
+        ("family", {}),
     ),
 )
 def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
