@@ -102,6 +102,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         APIError: endpoints.handle_api_error,
         HTTPException: endpoints.handle_http_error,
         ClientDisconnect: endpoints.handle_disconnect,
+        Exception: endpoints.handle_failure,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     if settings.cors_origin:
@@ -355,6 +356,11 @@ class Endpoints:
         message = f"{request.method} {request.url.path:.80}: {error.detail}"
         headers = dict(error.headers or {})  # 405 has the methods that a route allows
         failure = APIError(message, error.status_code, headers=headers)
+        return await self.handle_api_error(request, failure)
+
+    async def handle_failure(self, request: Request, error: Exception) -> Response:
+        """Answer in JSON, as clients expect; uvicorn logs the traceback."""
+        failure = APIError(f"the server failed: {type(error).__name__}", 500)
         return await self.handle_api_error(request, failure)
 
     async def handle_disconnect(self, request: Request, error: ClientDisconnect) -> Response:
