@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from host.folders import model_folder
 from host.switches import switch_interval
 from parallel import process_group
 from runtime.session import Session
@@ -395,7 +396,7 @@ def serve_session(
     speculation: as in `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
-    name = directory.absolute().parent.name
+    name = model_folder(directory)
     if listener:
         scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)
     decoder = Decoder(session, tokenizer, scheduler, speculation)
