@@ -45,7 +45,7 @@ from cli.startup import check_arguments
 from host.before_imports import create_context, hash_ahead, keep_bytecode
 from host.compile_cache import use_compile_cache
 from host.compile_helper import start_before_imports
-from host.folders import user_cache
+from host.folders import model_folder, user_cache
 from host.staging import remove
 from hub.manage import manage, manage_and_exit, read_model_ahead
 
@@ -370,7 +370,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
     session = prepare_session(options, checkpoint, device, length, [*map(len, prompts)])
-    recorder, folder = None, checkpoint.directory.absolute().parent.name
+    recorder, folder = None, model_folder(checkpoint.directory)
     if options.save_routing:
         name, format = model_name(folder), checkpoint.format["name"]
         recorder = RoutingRecorder(options.save_routing, name, format)

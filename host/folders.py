@@ -1,4 +1,4 @@
-"""The user's folders for a cache and for state, which containers often lack."""
+"""The user's folders for a cache and for state, which containers often lack; models' names."""
 
 import logging
 import os
@@ -28,6 +28,15 @@ def user_state() -> Path:
     $XDG_STATE_HOME, else ~/.local/state. Raises as `user_folder`.
     """
     return user_folder("XDG_STATE_HOME", ".local/state")
+
+
+def model_folder(checkpoint: Path) -> str:
+    """Return the name of the folder NAME/model_FORMAT that a checkpoint is in.
+
+    One that lies in the root, as containers mount it, has its own name: a model's is not empty.
+    """
+    path = checkpoint.absolute()
+    return path.parent.name or path.name
 
 
 def user_folder(variable: str, default: str) -> Path:

@@ -112,7 +112,7 @@ def family_of(args: ModelArgs) -> Family:
 
 def family_named(name: str) -> Family:
     """Return the family of this name, or of its heads. Raises ValueError for an unknown one."""
-    base = name.removesuffix(HEAD_SUFFIX)
+    base = str(name).removesuffix(HEAD_SUFFIX)
     for family in FAMILIES.values():
         if family.name == base:
             return family if name == base else head_family(family)

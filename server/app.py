@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from host.folders import model_folder
 from host.switches import switch_interval
 from parallel import process_group
 from runtime.session import Session
@@ -102,6 +103,7 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
         APIError: endpoints.handle_api_error,
         HTTPException: endpoints.handle_http_error,
         ClientDisconnect: endpoints.handle_disconnect,
+        Exception: endpoints.handle_failure,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     if settings.cors_origin:
@@ -357,6 +359,11 @@ class Endpoints:
         failure = APIError(message, error.status_code, headers=headers)
         return await self.handle_api_error(request, failure)
 
+    async def handle_failure(self, request: Request, error: Exception) -> Response:
+        """Answer in JSON, as clients expect; uvicorn logs the traceback."""
+        failure = APIError(f"the server failed: {type(error).__name__}", 500)
+        return await self.handle_api_error(request, failure)
+
     async def handle_disconnect(self, request: Request, error: ClientDisconnect) -> Response:
         return PlainTextResponse("", 400)
 
@@ -389,7 +396,7 @@ def serve_session(
     speculation: as in `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
-    name = directory.absolute().parent.name
+    name = model_folder(directory)
     if listener:
         scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)
     decoder = Decoder(session, tokenizer, scheduler, speculation)

@@ -23,7 +23,7 @@ import convert_hf_checkpoint
 import generate
 import quantize
 from checkpoint import Checkpoint
-from host.folders import user_cache
+from host.folders import model_folder, user_cache
 from host.staging import recover
 from tokenizer import load_tokenizer
 
@@ -420,6 +420,7 @@ def test_names_that_are_not_utf8(hf, converted, tmp_path, capsys):
     (
         *(("n_layer", 10**9), ("dim", 2**63), ("dim", 1 << 24), ("vocab_size", None)),
         *(("clip_qkv", 1e300), ("n_expert", 10**5), ("format", True), ("format", {})),
+        ("family", {}),
     ),
 )
 def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
@@ -437,6 +438,14 @@ def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
     refusal(capsys, generate, "--checkpoint_path", tmp_path / "model", "--max_new_tokens", "1")
     refusal(capsys, quantize, "--checkpoint_path", tmp_path / "model", "--mode", "int8")
     assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    (("/models/OWNER/NAME/model_int4", "NAME"), ("/model", "model"), ("x", Path.cwd().name)),
+)
+def test_a_model_has_a_name_wherever_it_is_mounted(path, name):
+    assert model_folder(Path(path)) == name
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):

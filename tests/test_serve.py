@@ -750,6 +750,17 @@ def test_an_exception_fails_one_answer_only(running, monkeypatch, capfd):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("path", ("completions", "messages"))
+def test_an_exception_before_the_answer_is_json(running, monkeypatch, path):
+    monkeypatch.setattr(running.scheduler, "submit", lambda request: 1 / 0)
+    given = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 1}
+    failed = running.post(path, json=given)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["message"] == "the server failed: ZeroDivisionError"
+    monkeypatch.undo()
+    assert running.post(path, json=given).status_code == 200
+
+
 # Refusals -------------------------------------------------------------------------------------
 
 
