@@ -40,8 +40,8 @@ class PendingState(nn.Module):
     gates: Tensor
     first: Tensor
     arrivals: Tensor
-    # Of the layer's kernels: the operator `take_in_pending`, the same for all layers, and whether
-    # they run on the GPU of a state.
+    # The layer's kernels, the same for all layers: the operator `take_in_pending`, `settle`, and
+    # whether they run on the GPU of a state.
     take_in: Callable
     settle: Callable
     kernels_support: Callable[[Tensor], bool]
