@@ -113,8 +113,8 @@ def _first_row(n, place, s: tl.constexpr):
 # A program of `_multiply_sum`. place: as of `_first_row`.
 #
 # It computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile of several tokens, which
-# share its weights. x is that of all chosen experts, one after the other
-# (s.gather, one token), or one row a token.
+# share its weights. x is that of all chosen experts, one after the other (s.gather, one token), or
+# one row a token.
 #
 # The result is scale * (product + bias), activated if so declared, + residual. An expert's bias has
 # its routing weight.
@@ -236,8 +236,8 @@ def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, 
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 
 
-# Grid [R, blocks]. With `beside` its programs come first: they multiply another weight by the same
-# tokens, beside the others. A kernel of its own would end after them.
+# Grid [R, blocks]. With `beside` the first programs multiply another weight by the same tokens, while
+# the others run: a kernel of its own would end after them.
 @jit
 def _multiply_sum(
     x,
