@@ -111,7 +111,7 @@ SEVERAL: dict[str, dict[int, Tiles]] = {
         4: Tiles(8, 64, 1, 2, registers=128),
         8: Tiles(16, 64, 1, 2, registers=128),
     },
-    "mxfp4": dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)),
+    **{kind: dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)) for kind in ("mxfp4", *GGUF[1:])},
 }
 
 
