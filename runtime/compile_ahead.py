@@ -131,7 +131,8 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     wait_for_kernels()
     if missing := not_compiled(tasks):
         start()
-        errors = compile_missing(started[0], missing, gpu)
+        summary, errors = compile_missing(started[0], missing, gpu)
+        log.info(summary)
         if errors:
             log.info(f"{len(errors)} kernels are compiled when they first run: {errors[0]}")
     for path in remembered:
@@ -145,24 +146,37 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
 def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
     """Compile the tasks that no earlier run has compiled in the background, at low priority.
 
-    Returns what tells whether all are in the cache. The end of the process does not wait for them.
+    Returns what tells whether all are in the cache. That logs the end, too: a line of a thread
+    would come within the text of a chat. The end of the process does not wait for them.
     """
     if not (missing := not_compiled(tasks)):
         return lambda: True
+    lines: list[str] = []
 
     def run() -> None:
+        errors = ["the helper has ended"]
         try:
             with closing(Helper()) as helper:
-                errors = compile_missing(helper, missing, gpu, nice=NICE)
+                summary, found = compile_missing(helper, missing, gpu, nice=NICE)
+            lines.append(summary)
+            errors = found or errors
         except OSError as error:  # no memory for a process, or a full disk
             errors = [str(error)]
         if left := not_compiled(missing):
-            why = errors[0] if errors else "the helper has ended"
-            log.info(f"{len(left)} kernels of passes with drafts are not compiled: {why}")
+            lines.append(
+                f"{len(left)} kernels of passes are not compiled, so no drafts: {errors[0]}"
+            )
+
+    def is_there() -> bool:
+        if thread.is_alive():
+            return False
+        while lines:
+            log.info(lines.pop(0))
+        return not not_compiled(missing)
 
     thread = threading.Thread(target=run, name="compile later", daemon=True)
     thread.start()
-    return lambda: not (thread.is_alive() or not_compiled(missing))
+    return is_there
 
 
 def not_compiled(tasks: Sequence[str]) -> list[str]:
@@ -170,8 +184,10 @@ def not_compiled(tasks: Sequence[str]) -> list[str]:
     return [task for task in tasks if not marker(task).exists()]
 
 
-def compile_missing(helper: Helper, missing: Sequence[str], gpu: Gpu, nice: int = 0) -> list[str]:
-    """Compile tasks, mark them, and log the seconds; return the errors of the others.
+def compile_missing(
+    helper: Helper, missing: Sequence[str], gpu: Gpu, nice: int = 0
+) -> tuple[str, list[str]]:
+    """Compile tasks and mark them; return a line about that, and the errors of the others.
 
     nice: as of `Helper.compile`; above 0 there is no progress bar.
     """
@@ -187,5 +203,4 @@ def compile_missing(helper: Helper, missing: Sequence[str], gpu: Gpu, nice: int 
                 errors.append(error)
     done, seconds = len(missing) - len(not_compiled(missing)), time.perf_counter() - begin
     how = "compiled in the background" if nice else "compiled side by side"
-    log.info(f"{done} of {len(missing)} kernels {how} in {seconds:.1f} s")
-    return errors
+    return f"{done} of {len(missing)} kernels {how} in {seconds:.1f} s", errors

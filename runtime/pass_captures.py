@@ -69,6 +69,8 @@ class PassCaptures:
         except RuntimeError as error:
             self.left.clear()
             log.warning("no more passes with drafts are captured: %s", f"{error}\n".splitlines()[0])
+        if not self.left:
+            log.info(f"{len(self.captured)} passes with drafts are captured")
         return bool(self.left)
 
     def kernels_ready(self) -> bool:

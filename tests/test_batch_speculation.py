@@ -470,8 +470,9 @@ def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_passes_are_captured_between_answers(kind, no_compiler):
+def test_passes_are_captured_between_answers(kind, no_compiler, caplog):
     """An answer has as many drafts as are there; it never waits for a pass to be captured."""
+    caplog.set_level("INFO", "moe_fast")
     requests = [([5, 6, 7, 8] * 5, 20, GREEDY)]
     expected = answers_alone(kind, requests)
     batch = open_later(kind, texts=[requests[0][0] + expected[0]])
@@ -487,6 +488,7 @@ def test_passes_are_captured_between_answers(kind, no_compiler):
         captured += 1
     # Passes of one row, of two, which may have 3 drafts, and of four; greedy and sampled.
     assert captured == len(speculation.steps) == 2 * (4 + 3 + 1)
+    assert caplog.text.count("16 passes with drafts are captured") == 1
     assert not batch.speculation.captures.capture_next()
 
 
