@@ -236,8 +236,8 @@ def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, 
                 biases = _load_biases(bias, experts, factors, row + rows, s)
 
 
-# Grid [R, blocks]. With `beside` the first programs multiply another weight by the same tokens, while
-# the others run: a kernel of its own would end after them.
+# Grid [R, blocks]. With `beside` the first programs multiply another weight by the same tokens,
+# while the others run: a kernel of its own would end after them.
 @jit
 def _multiply_sum(
     x,
