@@ -526,7 +526,7 @@ def test_a_heads_programs_share_x(monkeypatch):
     assert dense.most_in_registers(weight("int8", 151936, 2048)) == 3
     assert dense.most_in_registers(weight("int8", 12288, 2048)) == 4
     assert tilings.choose_tiles(weight("q6_k", 151936, 2048), 64, 1).stay
-    for other in (weight("q6_k", 20480, 16384), weight("q6_k", 4096, 2048)):  # long rows; few
+    for other in (weight("q6_k", 20480, 32768), weight("q6_k", 4096, 2048)):  # long rows; few
         assert not tilings.choose_tiles(other, other.quads, 1).stay
 
 
