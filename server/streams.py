@@ -1,6 +1,7 @@
 """Events on their way from the decoding thread to a client."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -10,6 +11,8 @@ from starlette.responses import StreamingResponse
 
 from server.answers import Builder, Event, Finished
 from server.errors import APIError
+
+log = logging.getLogger("moe_fast")
 
 
 class Mailbox:
@@ -105,7 +108,13 @@ async def stream_chunks(
             chunks.append(builder.error(event))
             break
         ended = isinstance(event, Finished)
-        chunks += builder.end(event) if ended else builder.deltas(event)
+        try:
+            chunks += builder.end(event) if ended else builder.deltas(event)
+        except Exception as error:  # the status has been sent: `handle_failure` comes too late
+            log.exception("a stream has failed")
+            failure = APIError(f"the server failed: {type(error).__name__}", 500)
+            chunks.append(builder.error(failure))
+            break
         answers -= ended
         if not answers:
             break

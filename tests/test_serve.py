@@ -761,6 +761,32 @@ def test_an_exception_before_the_answer_is_json(running, monkeypatch, path):
     assert running.post(path, json=given).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "path, builder",
+    (
+        ("completions", "server.answers.ResponseBuilder"),
+        ("messages", "server.message_blocks.MessageBuilder"),
+        ("responses", "server.response_items.ResponsesBuilder"),
+    ),
+)
+def test_an_exception_within_a_stream_is_its_last_event(
+    running, monkeypatch, caplog, path, builder
+):
+    monkeypatch.setattr(f"{builder}.end", lambda *_: 1 / 0)
+    given = {
+        "completions": {"prompt": "x", "max_tokens": 2},
+        "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        "responses": {"input": "x", "max_output_tokens": 16},
+    }[path] | {"stream": True}
+    answer = running.post(path, json=given)
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().split("data: ")[-1])
+    assert "the server failed: ZeroDivisionError" in json.dumps(last)
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.undo()
+    assert "ZeroDivisionError" not in running.post(path, json=given).text
+
+
 # Refusals -------------------------------------------------------------------------------------
 
 
@@ -1129,7 +1155,7 @@ def test_every_body_becomes_a_request_or_an_api_error(tokenizer, fields, chat, v
 )
 def test_no_body_stops_the_server(running, path, fields, noise, raw):
     messages = [{"role": "user", "content": "x"}]
-    required = {"prompt": "x", "input": "x", "messages": messages, "max_output_tokens": 2}
+    required = {"prompt": "x", "input": "x", "messages": messages, "max_output_tokens": 16}
     if path != "responses":
         required["max_tokens"] = 2
     body = noise if raw else json.dumps(required | fields).encode()
