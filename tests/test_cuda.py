@@ -83,7 +83,7 @@ from tests.delta_kernels_without_gpu import random_prompt as random_rule
 from tests.mamba_kernels_without_gpu import PUBLISHED
 from tests.mamba_kernels_without_gpu import random_call as random_mamba_call
 from tests.prompts_without_gpu import prompt_errors
-from tests.recurrent_without_gpu import after_tokens, from_gates
+from tests.recurrent_without_gpu import after_tokens, from_gates, settle_second
 from tests.token_draw_without_gpu import run as run_draw
 from tokenizer import load_tokenizer
 
@@ -1306,6 +1306,30 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
     for name, buffer in buffers.items():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ("delta", "mamba"))
+def test_pending_tokens_of_all_layers_by_one_kernel(kind):
+    """All that a state keeps, of the second of three layers: the bits of the kernel of one layer.
+
+    Of four sequences one has none pending, one refuses all, and one is idle.
+    """
+    accepted = None, 3, 0, 5
+    if kind == "delta":
+        layer, _, context = random_few(4, 4, 16, 32, 128, 128, 4, None, accepted, torch.bfloat16)
+    else:
+        call = 4, 4, *PUBLISHED[0], 4, None, accepted, torch.bfloat16
+        layer, _, context = random_mamba_call(*call)
+    layer, position = layer.cuda(), context.positions[:, :1].cuda()
+    last = torch.tensor([0, 0, 0, -1]).cuda()
+    alone, second = deepcopy(layer.state), deepcopy(layer.state)
+    memory = alone.state, alone.pending(), [*layer.weights()]
+    alone.take_in(*memory, position, last, None, alone.arrivals)
+    settle_second(layer, second, position, last)
+    for name, buffer in alone.named_buffers():
+        assert torch.equal(buffer, dict(second.named_buffers())[name]), name
+    assert not torch.equal(alone.state, layer.state.state)
 
 
 @torch.no_grad()
