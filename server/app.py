@@ -236,7 +236,8 @@ class Endpoints:
         content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise APIError("send the body as Content-Type: application/json", 415)
-        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        coding = request.headers.get("content-encoding", "").lower()
+        if coding not in ("", "identity"):
             raise APIError(f"send the body without Content-Encoding {coding!r:.40}", 415)
         body, limit = bytearray(), self.settings.max_body
         try:

@@ -978,6 +978,9 @@ def test_body_size_content_type_and_host_are_checked(running):
     )
     packed = running.post(content=b"x", headers=JSON | {"Content-Encoding": "gzip"})
     assert packed.status_code == 415 and "'gzip'" in packed.json()["error"]["message"]
+    for coding in ("", "Identity"):
+        headers = JSON | {"Content-Encoding": coding}
+        assert running.post(content=b'{"prompt": "x"}', headers=headers).status_code == 200
     elsewhere = running.post(json={"prompt": "x"}, headers={"Host": "evil.example"})
     assert elsewhere.status_code == 403 and "localhost" in elsewhere.json()["error"]["message"]
     assert running.post(json={"prompt": "x"}, headers={"Host": "[::1]:80"}).status_code == 200
