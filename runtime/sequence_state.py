@@ -12,7 +12,6 @@ nothing runs in each layer after a pass, and the host does not wait. On a GPU al
 take these drafts in by one kernel, while the host reads the tokens of the pass (`Settling`).
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -61,19 +60,17 @@ class Settling:
     no such kernel, or layers differ in size.
     """
 
-    def __init__(self, states: Sequence[SequenceState]):
-        """states: their tensors must keep their addresses."""
-        modules = [state for state in states if isinstance(state, nn.Module)]
-        parts = [part for module in modules for part in module.modules()]
-        found: list[Any] = [part for part in parts if hasattr(part, "take_in")]
-        has_kernel = found and found[0].kernels_support(found[0].state)
-        layers = [state.tensors() for state in found] if has_kernel else []
+    def __init__(self, model: nn.Module):
+        """model: the tensors of its layers' states must keep their addresses."""
+        found: list[Any] = [layer for layer in model.modules() if hasattr(layer, "settle")]
+        has_kernel = found and found[0].has_kernels()
+        layers = [layer.tensors() for layer in found] if has_kernel else []
         alike = {tuple((part.shape, part.dtype) for part in layer) for layer in layers}
-        self.states = found if len(alike) == 1 else []
-        if self.states:
+        self.settle = found[0].settle if len(alike) == 1 else None
+        if self.settle:
             self.first, self.offsets = layers[0], layer_offsets(layers)
 
     def __call__(self, rows: StepState) -> None:
         """Take in the tokens before the position of each of the rows, but of idle ones."""
-        if self.states:
-            self.states[0].settle(self.first, self.offsets, rows.position, rows.last)
+        if self.settle:
+            self.settle(self.first, self.offsets, rows.position, rows.last)

@@ -142,7 +142,7 @@ class Speculation:
         self.result = session.shared_integers(size)
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
-        self.settle = Settling(session.states)
+        self.settling = Settling(session.model)
         self.settles: dict[int, Callable[[], None]] = {}  # captured, by rows
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
         self.captures = PassCaptures(session, self.counts, self.warm_up, self.steps)
@@ -209,8 +209,8 @@ class Speculation:
             make = partial(session.capture, partial(self.verify, *key), tokens, count + 1)
             with without_tuning() if session.compiled else nullcontext():
                 self.steps[key] = make()
-                if self.ended and self.settle.states and rows not in self.settles:
-                    settle = partial(self.settle, session.first_rows(rows)[0])
+                if self.ended and self.settling.settle and rows not in self.settles:
+                    settle = partial(self.settling, session.first_rows(rows)[0])
                     self.settles[rows] = session.capture_within(None, settle, rows, 1)
         return self.steps[key]
 
@@ -442,7 +442,7 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
     session, q = speculation.session, speculation.drafter.q
     for rows in speculation.sizes:
         state, _ = session.first_rows(rows)
-        speculation.settle(state)
+        speculation.settling(state)
         for count in range(1, speculation.counts(rows).stop):
             drafts = drafts_of(speculation, rows, count)
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import Chunk, Context
 from models.layers.pending_state import PendingState, RecurrentLayer
@@ -61,12 +61,12 @@ def layer_errors(
 
 def settle_second(layer: RecurrentLayer, state: PendingState, position, last) -> None:
     """Let a state of a layer take in its pending tokens as the second of three layers."""
-    layers = [deepcopy(layer) for _ in range(3)]
+    layers = nn.ModuleList(deepcopy(layer) for _ in range(3))
     for each, own in zip(layers, (deepcopy(state), state, deepcopy(state)), strict=True):
-        each.state, own.weights = own, each.weights
+        each.state = own
     rows = SimpleNamespace(position=position.contiguous(), last=last)
-    with mock.patch.object(type(state), "kernels_support", staticmethod(lambda _: True)):
-        Settling([each.state for each in layers])(rows)
+    with mock.patch.object(type(layer), "has_kernels", lambda _: True):
+        Settling(layers)(rows)
     for other in layers[::2]:
         assert torch.equal(other.state.state, state.state)
 

@@ -57,8 +57,6 @@ class DeltaState(PendingState):
     """What a layer remembers: S [Ck, Cv] of each value head."""
 
     take_in = staticmethod(take_in_pending)
-    settle = staticmethod(settle)
-    kernels_support = staticmethod(kernels_support)
 
     def __init__(self, batch: int, sizes: DeltaSizes, like: Tensor):
         K, H, Ck, Cv, _ = sizes
@@ -78,6 +76,7 @@ class DeltaRuleLayer(RecurrentLayer):
     """Gated DeltaNet or Kimi Delta Attention, between their projections."""
 
     state_class = DeltaState
+    settle = staticmethod(settle)
     gate: str  # activation of the output's gate
 
     def has_kernels(self) -> bool:

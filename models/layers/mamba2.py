@@ -64,8 +64,6 @@ class MambaState(PendingState):
     """What a layer remembers: a matrix [P, N] of each head. Its gates are dt."""
 
     take_in = staticmethod(take_in_pending)
-    settle = staticmethod(settle)
-    kernels_support = staticmethod(kernels_support)
 
     def __init__(self, batch: int, sizes: MambaSizes, like: Tensor):
         H, P, G, N, _ = sizes
@@ -103,6 +101,7 @@ class Mamba2(RecurrentLayer):
     fp32 = "a_log", "dt_bias", "skip"  # parameters that a change of dtype leaves alone
     projections = ("wzx", "wdt"), "wout"  # inputs and output; `core` is between them
     state_class = MambaState
+    settle = staticmethod(settle)
 
     def __init__(self, args):
         super().__init__()

@@ -40,12 +40,7 @@ class PendingState(nn.Module):
     gates: Tensor
     first: Tensor
     arrivals: Tensor
-    # The layer's kernels, the same for all layers: the operator `take_in_pending`, `settle`, and
-    # whether they run on the GPU of a state.
-    take_in: Callable
-    settle: Callable
-    kernels_support: Callable[[Tensor], bool]
-    weights: Callable[[], Any]  # returns those of the layer, as its kernels take them
+    take_in: Callable  # the operator `take_in_pending` of the layer's kernels
 
     def __init__(self, batch: int, sizes: Any, like: Tensor, shape: tuple[int, ...], counters: int):
         """sizes: have `width`, `channels` and `gates`. shape: of a sequence's state, heads first.
@@ -107,10 +102,6 @@ class PendingState(nn.Module):
             count, begins = (f(context, B, Q, x.device) for f in (count_real, call_begins))
             self.keep_pending(rows, count, begins, inputs, gates)
         return y
-
-    def tensors(self) -> list[Tensor]:
-        """Return what `settle` takes of the layer."""
-        return [self.state, *self.pending(), *self.weights(), self.arrivals]
 
     def keep_pending(
         self, rows: Tensor, count: Tensor, begins: Tensor, inputs: Tensor, gates: Tensor
@@ -206,6 +197,7 @@ class RecurrentLayer(nn.Module):
     projections: tuple[tuple[str, str], str]  # names of both products, and of the last one
     state_class: Callable[..., PendingState]
     narrow: int  # outputs of the narrow product
+    settle: Callable  # the function of the layer's kernels
 
     def make_state(self, batch: int, like: Tensor) -> PendingState:
         """Return the state of `batch` sequences, on the device of `like`."""
@@ -214,6 +206,11 @@ class RecurrentLayer(nn.Module):
     def weights(self) -> Any:
         """Return the weights between the projections, as the kernels take them."""
         raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """Return what `settle` takes of the layer."""
+        memory = self.state
+        return [memory.state, *memory.pending(), *self.weights(), memory.arrivals]
 
     def has_kernels(self) -> bool:
         """Whether `mix_few` runs on the state's device."""
@@ -232,7 +229,6 @@ class RecurrentLayer(nn.Module):
     ) -> PendingState:
         """Make this layer's state, of any length, on the device of `like`, and return it."""
         self.state = self.make_state(batch, like)
-        self.state.weights = self.weights
         return self.state
 
     def products(self) -> list[nn.Module | None]:
