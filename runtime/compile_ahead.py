@@ -192,15 +192,16 @@ def compile_missing(
     nice: as of `Helper.compile`; above 0 there is no progress bar.
     """
     folder().mkdir(parents=True, exist_ok=True)
-    begin, errors, is_hidden = time.perf_counter(), [], True if nice else None
+    begin, done, errors, is_hidden = time.perf_counter(), 0, [], True if nice else None
     options = {"bar_format": BAR, "leave": False, "disable": is_hidden}
     with tqdm(total=len(missing), **options) as progress:
         for number, error in helper.compile(gpu, missing, cache_folder(), nice):
             progress.update(1)
             if error is None:
                 marker(missing[number]).touch()
+                done += 1
             else:
                 errors.append(error)
-    done, seconds = len(missing) - len(not_compiled(missing)), time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     how = "compiled in the background" if nice else "compiled side by side"
     return f"{done} of {len(missing)} kernels {how} in {seconds:.1f} s", errors
