@@ -85,7 +85,7 @@ DEFAULTS = {
     ("int4", 1): Default(8, 256, 3, waste=3, chunks=1),
     ("int4", 2): Default(4, 64, 1, waste=3, registers=128),
     ("mxfp4", 1): Default(4, 64, 3, waste=3, chunks=1),
-    ("mxfp4", 2): Default(2, 32, 1, stay=True),
+    ("mxfp4", 2): Default(4, 32, 1, stay=True),
     ("hqq", 1): Default(4, 64, 3, waste=3, chunks=1),
     ("hqq", 2): Default(4, 64, 2, waste=3),
     # Not measured. x takes twice the registers of hqq's. Two rows would be as many numbers as pairs
