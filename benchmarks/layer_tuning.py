@@ -84,9 +84,14 @@ class Tuning:
                 stack.enter_context(mock.patch.object(module, name, choice))
             yield
 
-    def results(self, run: Callable[[], object]) -> dict[Place, Tensor]:
-        """Run layers -> the first result of each product, whose x no later product has changed."""
+    def results(self, layers: Layers) -> dict[Place, Tensor]:
+        """Run layers -> the first result of each product, whose x no later product has changed.
+
+        States are empty before: recurrent layers compute another result after each run.
+        """
         found: dict[Place, Tensor] = {}
+        for state in layers.model.states:
+            state.reset()
 
         def note(kernel, grid, *args, **options) -> None:
             launch(kernel, grid, *args, **options)
@@ -99,7 +104,7 @@ class Tuning:
         with ExitStack() as stack:
             for module in (dense, experts, few_tokens, expert_tiles):
                 stack.enter_context(mock.patch.object(module, "launch", note))
-            run()
+            layers.run()
         return found
 
     def times(
@@ -233,8 +238,7 @@ def tune_layers(
             return inf
 
     with tuning.replaced():
-        tuning.results(layers.run)  # which sets the state of layers that have one
-        expected = tuning.results(layers.run)
+        expected = tuning.results(layers)
         print(f"a layer: {layers.microseconds():.2f} us", flush=True)
         for place in list(tilings) * TURNS:
             if time.monotonic() > until:
@@ -269,7 +273,7 @@ def is_right(
     """Whether a product has today's result with a tiling; prints why not."""
     before, tuning.chosen = tuning.chosen, {place: tiles}
     try:
-        got, want = tuning.results(layers.run)[place], expected[place]
+        got, want = tuning.results(layers)[place], expected[place]
         error = ((got - want).norm() / want.norm()).item()
         if not error < MAX_ERROR:
             print(f"  WRONG {place.group} {tiles}: relative error {error:.1e}")
