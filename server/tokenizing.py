@@ -148,7 +148,7 @@ class Ended(NamedTuple):
 
 
 def exchange(process: subprocess.Popen, line: str) -> list[int] | str | Ended | None:
-    """Send a request's line to a worker -> ids, an error message, or None if its child has ended."""
+    """Send a request's line to a worker -> ids, an error message, or None if its child ended."""
     assert process.stdin and process.stdout
     with suppress(OSError, ValueError):  # ValueError: `close` has closed the pipe
         process.stdin.write(line)

@@ -291,7 +291,7 @@ def test_a_chat_with_a_template(parrot, talk, capsys):
 
 
 def test_lines_of_windows_are_those_of_others(monkeypatch):
-    lines = '\ufeff/system Be brief.', "one\\", "two", "three", '"""a', 'b"""', "/exit"
+    lines = "\ufeff/system Be brief.", "one\\", "two", "three", '"""a', 'b"""', "/exit"
     for end in ("\n", "\r\n"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(end.join(lines) + end, newline=""))
         expected = [("/system", "Be brief."), ("", "one\ntwo"), ("", "three"), ("", "a\nb")]
