@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.reasoning import ANSWER, REASONING, Parts, make_splitter
+from runtime.reasoning import ANSWER, REASONING, Parts, held_prefix, make_splitter
 
 
 class TextStream:
@@ -52,7 +52,7 @@ class TextStream:
 
     def cut_at_stop(self) -> bool:
         """Cut the answer before the first stop text, if it has one."""
-        end = find_stop(self.text, self.settings.stop)
+        end = find_stop(self.text, self.settings.stop, self.shown)
         if end is None:
             return False
         self.stop_text = next(s for s in self.settings.stop if self.text.startswith(s, end))
@@ -127,12 +127,14 @@ def check_stop(stop: Sequence[str]) -> None:
         raise ValueError("--stop '' would end every answer before it begins: give it some text")
 
 
-def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return where the first stop text begins."""
-    return min((at for at in map(text.find, stop) if at >= 0), default=None)
+def find_stop(text: str, stop: Sequence[str], start: int) -> int | None:
+    """Return where the first stop text begins. start: before it is none, nor the beginning of one.
+
+    Without it, the search would take longer for each token of a long answer than the token.
+    """
+    return min((at for s in stop if (at := text.find(s, start)) >= 0), default=None)
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
     """Return how many last characters may be the beginning of a stop text."""
-    begun = (n for s in stop for n in range(1, len(s)) if text.endswith(s[:n]))
-    return max(begun, default=0)
+    return max((held_prefix(text, s) for s in stop), default=0)
