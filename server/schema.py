@@ -124,8 +124,13 @@ class ToolCall(StrictModel):
 
 
 def join_parts(content: Any) -> Any:
-    """Return a message's content as one string. Raises ValueError for parts that are not text."""
-    return "".join(map(part_text, content)) if isinstance(content, list) else content
+    """Return a message's content as one string, each part in lines of its own, as in vLLM.
+
+    Raises ValueError for parts that are not text.
+    """
+    if not isinstance(content, list):
+        return content
+    return "\n".join(filter(None, map(part_text, content)))
 
 
 def part_text(part: Any) -> str:
