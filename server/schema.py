@@ -234,6 +234,14 @@ class GenerationBody(StructuredFields, OtherServersFields):
     stream: bool = False
     routing: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def drop_random_seed(cls, values: Any) -> Any:
+        """Leave out a seed of -1, by which clients of llama.cpp and vLLM ask for any seed."""
+        if isinstance(values, dict) and values.get("seed") == -1:
+            return {name: value for name, value in values.items() if name != "seed"}
+        return values
+
     @model_validator(mode="after")
     def check_best_of(self) -> "GenerationBody":
         if self.best_of not in (1, self.n):
