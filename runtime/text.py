@@ -14,6 +14,13 @@ class TextStream:
         """tokenizer: a tokenizer.Tokenizer. ids: the prompt."""
         self.prompt_tokens, self.settings = len(ids), settings
         self.stop_ids = () if settings.ignore_eos else tokenizer.stop_ids
+        # Stop texts that are control tokens, which have no text in the answer.
+        found = {tokenizer.token_id(text): text for text in settings.stop}
+        self.stop_tokens = {
+            id: text
+            for id, text in found.items()
+            if id is not None and not tokenizer.token_bytes(id)
+        }
         is_new = settings.reply and not settings.continues
         self.pieces = tokenizer.stream(() if is_new else ids)
         self.splitter = None
@@ -29,8 +36,9 @@ class TextStream:
         if self.finish_reason:
             return
         self.times.append(time.perf_counter())
-        if token in self.stop_ids:
+        if token in self.stop_ids or token in self.stop_tokens:
             self.end("stop")
+            self.stop_text = self.stop_text or self.stop_tokens.get(token)
             return
         self.settings.on_token(token, len(self.reasoning) + len(self.text))
         text = self.settings.markers.get(token) or self.pieces.push(token)

@@ -3,8 +3,10 @@
 import time
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_reasoning import TEMPLATE, THINK, make_tokenizer
 
 from runtime.reasoning import held_prefix
 from runtime.text import TextSettings, TextStream
@@ -13,7 +15,9 @@ LETTERS = st.text("ab\n", max_size=20)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 # Each token is one character.
 TOKENIZER = SimpleNamespace(
-    stop_ids=(), stream=lambda ids: SimpleNamespace(push=chr, flush=lambda: "")
+    stop_ids=(),
+    token_id=lambda text: None,
+    stream=lambda ids: SimpleNamespace(push=chr, flush=lambda: ""),
 )
 
 
@@ -36,6 +40,26 @@ def test_an_answer_is_cut_at_the_first_stop_text(text, stop):
         assert stream.finish_reason is None
     stream.end("length")
     assert stream.text == "".join(shown) == text and stream.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ignore_eos", (False, True))
+def test_a_stop_text_may_be_a_control_token(tmp_path, ignore_eos):
+    """A prompt in a chat's format ends at its tokens, which models without a chat go on from."""
+    tokenizer = make_tokenizer(tmp_path, THINK, template=TEMPLATE.format("<think>"))
+    prompt = tokenizer.chat([{"role": "user", "content": "a"}])
+    thoughts, stop = [], ["x", "<|end|>"]
+    settings = TextSettings(stop, ignore_eos, True, print, print, thoughts.append)
+    for answer, reasoning, text, found in (
+        ("why</think>\n\nyes<|end|>more", "why", "yes", "<|end|>"),
+        ("why</think>yes </th<|end|>more", "why", "yes </th", "<|end|>"),
+        ("why<|end|>more", "why", "", "<|end|>"),
+        ("why</think>ax<|end|>", "why", "a", "x"),
+    ):
+        stream = TextStream(prompt, tokenizer, settings)
+        for token in tokenizer.encode(answer, special=True):
+            stream.push(token)
+        assert (stream.reasoning.strip(), stream.text.strip()) == (reasoning, text)
+        assert (stream.finish_reason, stream.stop_text) == ("stop", found)
 
 
 @given(text=LETTERS, marker=st.text("ab\n", min_size=1, max_size=6))

@@ -257,7 +257,7 @@ def test_parts_that_are_not_text_are_named(tokenizer, part, message):
 
 @pytest.mark.parametrize("api", ("chat", "responses"))
 def test_parts_of_a_message_are_lines_of_their_own(tokenizer, api):
-    """Agents send the result of a tool, or their reminders, as parts that end without a new line."""
+    """Agents send results of tools, and reminders, as parts that end without a new line."""
     kind = "text" if api == "chat" else "input_text"
     content = [{"type": kind, "text": text} for text in ("Result:", "", "a b", "c")]
     messages = [{"role": "user", "content": content}]
