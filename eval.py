@@ -415,11 +415,14 @@ def run_tasks(
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text. Raises ValueError if it cannot be read, is empty or not UTF-8."""
+    """Return a file's text without a BOM.
+
+    Raises ValueError if it cannot be read, is empty or not UTF-8.
+    """
     name = f"--text_file {path}"
     try:
         check_regular(path)  # opening a FIFO waits for its writer
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}: give a file that can be read") from None
     except UnicodeDecodeError as error:

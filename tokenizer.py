@@ -37,6 +37,7 @@ from chat_template import (
 # says: its first version lacked <|call|>, after which the model invents the tool's result.
 HARMONY = "<|start|>", "<|channel|>", "<|message|>"
 HARMONY_ENDS = "<|return|>", "<|call|>"
+LAST_ID = 2**31 - 1  # that the libraries take
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized"
 KNOWN_DECODERS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
@@ -153,9 +154,12 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes of a token; b"" for control tokens and ids beyond the vocabulary."""
-        if id not in self._bytes:
-            self._bytes[id] = self._vocabulary.token_bytes(id) if id >= 0 else b""
-        return self._bytes[id]
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._vocabulary.token_bytes(id) if 0 <= id <= LAST_ID else b""
+            if found:  # requests may have ids without an end that are no tokens
+                self._bytes[id] = found
+        return found
 
     def token_id(self, name: str) -> int | None:
         """Return the id of the token with this name, such as "<think>"; None if there is none."""

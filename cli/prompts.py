@@ -11,12 +11,12 @@ from host.files import read_regular
 
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
-    """Return the texts, "-" replaced by standard input, then the prompts of a file.
+    """Return the texts, "-" replaced by standard input without a BOM, then the prompts of a file.
 
     Raises ValueError for an empty prompt, and as `read_prompts_file`.
     """
     stdin = sys.stdin or io.StringIO()  # a process may have no stdin
-    prompts = [stdin.read() if text == "-" else text for text in texts]
+    prompts = [stdin.read().removeprefix("\ufeff") if text == "-" else text for text in texts]
     if "" in prompts:
         fix = "give --prompt some text, or pipe some in with --prompt -"
         raise ValueError(f"the prompt is empty: {fix}")

@@ -89,7 +89,7 @@ def edit_in(editor: str, text: str) -> str:
         path.write_text(text, "utf-8", "surrogateescape")
         try:
             subprocess.run([*shlex.split(editor), str(path)], check=True)
-            return path.read_text("utf-8").rstrip("\n")
+            return path.read_text("utf-8-sig").rstrip("\n")
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             why = getattr(error, "strerror", None) or "it failed"
             raise ValueError(f"{editor}: {why}: set EDITOR, or give /edit TEXT") from None
@@ -155,7 +155,9 @@ class LineReader:
             # stdout has the answers alone.
             print(prompt, end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline() if sys.stdin else ""
-            return line.removesuffix("\n") if line else None
+            # Windows' programs begin with a BOM, and end lines with a carriage return, too.
+            text = line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff")
+            return text if line else None
         try:
             line = input(prompt)
         except EOFError:

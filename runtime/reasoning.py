@@ -379,4 +379,8 @@ def answer_of_header(text: str, has_role: bool, ended: bool = False) -> str | No
 
 def held_prefix(text: str, marker: str) -> int:
     """Return how many last characters of the text may be the beginning of the marker."""
-    return max((n for n in range(1, len(marker)) if text.endswith(marker[:n])), default=0)
+    tail = text[max(0, len(text) - len(marker) + 1) :]
+    at = tail.find(marker[0])
+    while at >= 0 and not marker.startswith(tail[at:]):
+        at = tail.find(marker[0], at + 1)
+    return len(tail) - at if at >= 0 else 0

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.reasoning import ANSWER, REASONING, Parts, make_splitter
+from runtime.reasoning import ANSWER, REASONING, Parts, held_prefix, make_splitter
 
 
 class TextStream:
@@ -14,6 +14,13 @@ class TextStream:
         """tokenizer: a tokenizer.Tokenizer. ids: the prompt."""
         self.prompt_tokens, self.settings = len(ids), settings
         self.stop_ids = () if settings.ignore_eos else tokenizer.stop_ids
+        # Stop texts that are control tokens, which have no text in the answer.
+        found = {tokenizer.token_id(text): text for text in settings.stop}
+        self.stop_tokens = {
+            id: text
+            for id, text in found.items()
+            if id is not None and not tokenizer.token_bytes(id)
+        }
         is_new = settings.reply and not settings.continues
         self.pieces = tokenizer.stream(() if is_new else ids)
         self.splitter = None
@@ -29,8 +36,9 @@ class TextStream:
         if self.finish_reason:
             return
         self.times.append(time.perf_counter())
-        if token in self.stop_ids:
+        if token in self.stop_ids or token in self.stop_tokens:
             self.end("stop")
+            self.stop_text = self.stop_text or self.stop_tokens.get(token)
             return
         self.settings.on_token(token, len(self.reasoning) + len(self.text))
         text = self.settings.markers.get(token) or self.pieces.push(token)
@@ -52,7 +60,7 @@ class TextStream:
 
     def cut_at_stop(self) -> bool:
         """Cut the answer before the first stop text, if it has one."""
-        end = find_stop(self.text, self.settings.stop)
+        end = find_stop(self.text, self.settings.stop, self.shown)
         if end is None:
             return False
         self.stop_text = next(s for s in self.settings.stop if self.text.startswith(s, end))
@@ -127,12 +135,14 @@ def check_stop(stop: Sequence[str]) -> None:
         raise ValueError("--stop '' would end every answer before it begins: give it some text")
 
 
-def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return where the first stop text begins."""
-    return min((at for at in map(text.find, stop) if at >= 0), default=None)
+def find_stop(text: str, stop: Sequence[str], start: int) -> int | None:
+    """Return where the first stop text begins. start: before it is none, nor the beginning of one.
+
+    Without it, the search would take longer for each token of a long answer than the token.
+    """
+    return min((at for s in stop if (at := text.find(s, start)) >= 0), default=None)
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
     """Return how many last characters may be the beginning of a stop text."""
-    begun = (n for s in stop for n in range(1, len(s)) if text.endswith(s[:n]))
-    return max(begun, default=0)
+    return max((held_prefix(text, s) for s in stop), default=0)

@@ -124,8 +124,13 @@ class ToolCall(StrictModel):
 
 
 def join_parts(content: Any) -> Any:
-    """Return a message's content as one string. Raises ValueError for parts that are not text."""
-    return "".join(map(part_text, content)) if isinstance(content, list) else content
+    """Return a message's content as one string, each part in lines of its own, as in vLLM.
+
+    Raises ValueError for parts that are not text.
+    """
+    if not isinstance(content, list):
+        return content
+    return "\n".join(filter(None, map(part_text, content)))
 
 
 def part_text(part: Any) -> str:
@@ -228,6 +233,14 @@ class GenerationBody(StructuredFields, OtherServersFields):
     stop: StopTexts = Field(default_factory=list)
     stream: bool = False
     routing: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_random_seed(cls, values: Any) -> Any:
+        """Leave out a seed of -1, by which clients of llama.cpp and vLLM ask for any seed."""
+        if isinstance(values, dict) and values.get("seed") == -1:
+            return {name: value for name, value in values.items() if name != "seed"}
+        return values
 
     @model_validator(mode="after")
     def check_best_of(self) -> "GenerationBody":

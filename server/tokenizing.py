@@ -4,7 +4,7 @@ A template is a program from a download, and a tokenizer's regex may take expone
 request. Neither can be interrupted inside this process, where it would stop every client.
 
 A worker is a process that loads the tokenizer once, and forks a child that answers requests. The
-child ends itself after TIME_LIMIT, even in compiled code; its request fails and the worker forks
+child ends itself after `time_limit`, even in compiled code; its request fails and the worker forks
 another. So nothing is read from disk again: the checkpoint may be gone, or be another by then.
 """
 
@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from cli.command import printable
 from tokenizer import Tokenizer, load_tokenizer
 
-TIME_LIMIT = 2.0  # seconds of a request
+TIME_LIMIT = 2.0  # seconds of the CPU for a request
+# And for each byte of it: byte-pair encoding takes 0.3 to 1 us.
+SECONDS_PER_BYTE = 4e-6
 MEMORY_LIMIT = 1 << 30  # bytes that a request may allocate
-WORKERS = 2  # a request that takes TIME_LIMIT does not hold up everyone
+WORKERS = 2  # a request that takes all of its time does not hold up everyone
 ROOT = Path(__file__).parents[1]
 
 
@@ -89,17 +91,16 @@ class TokenizerPool:
 
     def _call(self, request: dict) -> list[int]:
         """Return a worker's answer. Raises ValueError."""
-        process = self.idle.get()
+        line, process = json.dumps(request) + "\n", self.idle.get()
         try:
-            answer = exchange(process, request)
-            if not isinstance(answer, Ended):
-                return take(answer)
-            # The system has killed the worker, as when memory is short.
-            process = self._replace(process)
-            answer = exchange(process, request)
+            answer = exchange(process, line)
+            if isinstance(answer, Ended):
+                # The system has killed the worker, as when memory is short.
+                process = self._replace(process)
+                answer = exchange(process, line)
             if isinstance(answer, Ended):
                 raise TokenizerUnavailableError(f"a tokenizing process ended {answer.reason}")
-            return take(answer)
+            return take(answer, time_limit(line))
         finally:
             self.idle.put(process)
 
@@ -131,21 +132,30 @@ def text_bytes(value: Any) -> int:
     return sum(map(text_bytes, values)) if isinstance(value, dict | list) else 0
 
 
+def time_limit(line: str) -> float:
+    """Return the seconds that a request may take, from its line.
+
+    They are the CPU's: on a busy machine a request takes longer, and is no bomb. A prompt of a
+    million tokens has 4 MB.
+    """
+    return TIME_LIMIT + len(line) * SECONDS_PER_BYTE
+
+
 class Ended(NamedTuple):
     """A worker has ended. reason: its last message, or its exit status."""
 
     reason: str
 
 
-def exchange(process: subprocess.Popen, request: dict) -> list[int] | str | Ended | None:
-    """Send a request to a worker -> ids, an error message, or None if its child has ended."""
+def exchange(process: subprocess.Popen, line: str) -> list[int] | str | Ended | None:
+    """Send a request's line to a worker -> ids, an error message, or None if its child ended."""
     assert process.stdin and process.stdout
     with suppress(OSError, ValueError):  # ValueError: `close` has closed the pipe
-        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.write(line)
         process.stdin.flush()
     try:
-        line = process.stdout.readline()
-        answer = json.loads(line) if line.endswith("\n") else {}
+        found = process.stdout.readline()
+        answer = json.loads(found) if found.endswith("\n") else {}
     except ValueError:  # the child ended within its line
         return None
     except OSError:
@@ -156,10 +166,10 @@ def exchange(process: subprocess.Popen, request: dict) -> list[int] | str | Ende
     return answer
 
 
-def take(answer: list[int] | str | None) -> list[int]:
-    """Return the ids of an answer. Raises ValueError for an error."""
+def take(answer: list[int] | str | None, seconds: float) -> list[int]:
+    """Return the ids of an answer. seconds: its limit. Raises ValueError for an error."""
     if answer is None:
-        limits = f"{TIME_LIMIT:.0f} s or {MEMORY_LIMIT >> 20} MiB"
+        limits = f"{seconds:.0f} s or {MEMORY_LIMIT >> 20} MiB"
         raise ValueError(f"the prompt takes over {limits} to format and tokenize")
     if isinstance(answer, str):
         raise ValueError(answer)
@@ -199,8 +209,8 @@ def work(directory: str) -> None:
 def answer_requests(tokenizer: Tokenizer) -> None:
     """Answer requests from stdin, one JSON value a line, until it is closed."""
     for line in sys.stdin:
-        # SIGALRM's default action ends the process, wherever it is.
-        signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+        # SIGPROF's default action ends the process, wherever it is.
+        signal.setitimer(signal.ITIMER_PROF, time_limit(line))
         try:
             request = json.loads(line)
             if "messages" in request:
@@ -211,7 +221,7 @@ def answer_requests(tokenizer: Tokenizer) -> None:
                 )
         except BaseException as error:  # a panic in Rust is not even an Exception
             answer = printable(str(error) or type(error).__name__)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
 

@@ -290,6 +290,14 @@ def test_a_chat_with_a_template(parrot, talk, capsys):
     assert talk.conversation.messages == [{"role": "user", "content": "bad"}]
 
 
+def test_lines_of_windows_are_those_of_others(monkeypatch):
+    lines = "\ufeff/system Be brief.", "one\\", "two", "three", '"""a', 'b"""', "/exit"
+    for end in ("\n", "\r\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(end.join(lines) + end, newline=""))
+        expected = [("/system", "Be brief."), ("", "one\ntwo"), ("", "three"), ("", "a\nb")]
+        assert list(read_requests()) == expected
+
+
 @pytest.mark.parametrize("command", ("/load", "/tools", "/save"))
 def test_a_home_that_is_not_there_is_one_line(talk, monkeypatch, capsys, command):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{command} ~nobody-here/x\n"))

@@ -14,6 +14,8 @@ from server.errors import APIError
 from server.fill_in import FORMS, SUFFIX_FIRST
 from server.min_tokens import MinTokens
 from server.plan import Limits, read_request
+from server.response_store import ItemStore
+from server.responses import read_responses_request
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 64
@@ -37,6 +39,23 @@ def test_all_tokens_that_fit(server, api):
     bias = {str(id): -100 for id in server.tokenizer.stop_ids}
     usage = ask(prompt, max_tokens=-1, logit_bias=bias).usage
     assert usage.total_tokens == LENGTH
+
+
+@pytest.mark.parametrize("chat", (False, True))
+@pytest.mark.parametrize("seed", (-1, -1.0))
+def test_a_seed_of_minus_one_is_any(tokenizer, chat, seed):
+    fields = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    body = json.dumps(fields | {"seed": seed}).encode()
+    limits = Limits(LENGTH, tokenizer.vocab_size)
+    found = [read_request(body, chat, tokenizer, limits).generations[0] for _ in range(2)]
+    assert found[0].sampling.seed != found[1].sampling.seed
+    assert not any(generation.seeded for generation in found)
+
+
+def test_a_seed_of_minus_one_is_any_of_a_response(tokenizer):
+    body = json.dumps({"input": PROMPT, "seed": -1}).encode()
+    _, request = read_responses_request(body, tokenizer, Limits(LENGTH, 1 << 20), ItemStore())
+    assert not request.generations[0].seeded
 
 
 def test_no_end_token_before_min_tokens(server):

@@ -339,7 +339,7 @@ def run_main(monkeypatch, *arguments: str) -> int:
 def test_json_has_its_fields(directory, tmp_path, tiny, tokenizer, monkeypatch, capsys):
     text = HELDOUT[:500].replace("\n", "\r\n")  # reading in text mode would change it
     file = tmp_path / "text.txt"
-    file.write_bytes(text.encode())
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())  # a byte order mark is no text
     arguments = ("--checkpoint_path", str(directory), "--text_file", str(file), "--seq_len", "64")
     run = command(*arguments, "--json")
     assert run.returncode == 0, run.stderr

@@ -1,15 +1,25 @@
 """Files of prompts: lines end at newlines alone, and every mistake names its option and line."""
 
+import io
 import json
 import os
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.prompts import read_prompts_file
+from cli.prompts import read_prompts, read_prompts_file
 
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"  # str.splitlines() cuts at these
+
+
+def test_standard_input_is_a_prompt_without_a_byte_order_mark(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffone\r\n\ufefftwo", newline=""))
+    assert read_prompts(["-"], None) == ["one\r\n\ufefftwo"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff"))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        read_prompts(["-"], None)
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)

@@ -364,6 +364,14 @@ def test_a_token_costs_one_lookup_however_long_the_text(qwen, monkeypatch):
     assert len(calls) == 400
 
 
+@pytest.mark.parametrize("id", (-1, 10**6, 2**31, 2**32, 2**64, 10**30))
+def test_ids_beyond_the_vocabulary_have_no_text_and_take_no_memory(tokenizer, id):
+    kept = len(tokenizer._bytes)
+    assert tokenizer.token_bytes(id) == b""
+    assert tokenizer.decode([id]) == ""
+    assert len(tokenizer._bytes) == kept
+
+
 # Special tokens
 
 

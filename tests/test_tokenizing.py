@@ -119,6 +119,28 @@ def test_a_bomb_fails_alone(pool, bomb):
     assert pool.chat(message("x")) and pool.encode("y")
 
 
+def test_a_long_prompt_has_more_time_and_a_busy_machine_takes_none(pool):
+    other = TokenizerPool(pool.directory, 1 << 20, workers=1)
+    text = "def f(x):\n    return x\n" * 120_000
+    found = []
+    thread = threading.Thread(target=lambda: found.append(other.encode(text)))
+    try:
+        other.encode("warm")
+        thread.start()
+        time.sleep(0.1)
+        os.killpg(other.processes[0].pid, signal.SIGSTOP)  # as if others had all cores
+        time.sleep(TIME_LIMIT + 0.3)
+        assert not found
+        os.killpg(other.processes[0].pid, signal.SIGCONT)
+        thread.join(30)
+        assert found == [pool.vocabulary.encode(text)]
+        with pytest.raises(ValueError, match="over 3 s or 1024 MiB"):
+            other.chat(message("loops") + message("x" * 250_000))
+    finally:
+        other.close()
+        thread.join(5)
+
+
 def test_close_ends_a_request_in_flight(pool):
     other = TokenizerPool(pool.directory, 64, workers=1)
     other.encode("warm")

@@ -255,6 +255,21 @@ def test_parts_that_are_not_text_are_named(tokenizer, part, message):
     assert caught.value.param == "input"
 
 
+@pytest.mark.parametrize("api", ("chat", "responses"))
+def test_parts_of_a_message_are_lines_of_their_own(tokenizer, api):
+    """Agents send results of tools, and reminders, as parts that end without a new line."""
+    kind = "text" if api == "chat" else "input_text"
+    content = [{"type": kind, "text": text} for text in ("Result:", "", "a b", "c")]
+    messages = [{"role": "user", "content": content}]
+    if api == "chat":
+        read = read_request(json.dumps({"messages": messages}).encode(), True, tokenizer, LIMITS)
+    else:
+        body = json.dumps({"input": messages}).encode()
+        _, read = read_responses_request(body, tokenizer, LIMITS, ItemStore())
+    (generation,) = read.generations
+    assert "Result:\na b\nc" in tokenizer.decode(generation.prompt_ids)
+
+
 def test_a_refusal_of_the_history_is_text(server):
     server.answer = lambda prompt: "Yes."
     part = {"type": "refusal", "refusal": "I cannot."}
