@@ -173,8 +173,13 @@ class PromptLayer:
         q, kv = prompt_heads(*given, places, begin), places.kv.permute(1, 2, 0, 3)
         return q, *(kv if past is None else torch.cat((past, kv), 2)).unbind()
 
-    def run_ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
+    def run_ffn(
+        self, x: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A].
+
+        last: as of `Context`. Experts do not compute padding, whose y is any finite one.
+        """
         ffn = self.block.ffn
         if self.is_dense:
             hidden = activate_rows(project(ffn.w13, x), self.activation)
@@ -184,7 +189,7 @@ class PromptLayer:
         if not self.resident:
             return ffn.merge(x, ffn.experts(given, indices, weights)), indices, weights
         w13, w2 = self.w13, self.w2
-        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert, last)
         results = dict(activation=self.activation, columns=w2.columns(given))
         columns = w13.columns(given)
         ordered = given if columns is None else gather_rows(given, None, 1, columns)
@@ -213,7 +218,7 @@ class PromptLayer:
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""
         x, h = self.add(0, x, self.attend(normed, context), self.block.ffn_norm)
-        y, *routing = self.run_ffn(h.flatten(0, 1))
+        y, *routing = self.run_ffn(h.flatten(0, 1), context.last)
         return *self.add(1, x, y, next_norm), *routing
 
 
