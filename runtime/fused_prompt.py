@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.prompts import KERNELS as HEADS
-from ops.attention.prompts import Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
@@ -32,6 +32,9 @@ from runtime.runner import EagerRunner, without_broken_kernels
 
 ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
+# Chunks of up to so many tokens, at so many positions, are run by their positions. The GPU takes
+# longer for more tokens than the host for its launches; SDPA attends faster to more positions.
+MOST_TOKENS, MOST_POSITIONS = 1024, 8192
 
 
 class ExpertRows:
@@ -135,6 +138,15 @@ class PromptLayer:
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether a chunk may be one at positions that the host does not know."""
+        attention = self.attention
+        if not isinstance(attention, FusedDecodeAttention):
+            return hasattr(self.block.attention, "settle")  # a recurrent state
+        is_plain = type(attention.cache) is KVCache and attention.heads[2] in HEAD_DIMS
+        return attention.supported and is_plain
+
     def attend(self, normed: Tensor, context: Context) -> Tensor:
         """`Attention.forward` of a chunk, normed [1, T, D]."""
         attention = self.attention
@@ -143,8 +155,12 @@ class PromptLayer:
         projected = project(attention.projection, normed)[0]
         q, k, v = self.append(projected, context)
         given = q, k, v, attention.window, attention.sinks
-        kernel = attends_prompt(q, k.shape[1], attention.window, attention.sinks)
-        heads = attend_prompt(*given) if kernel else attend_chunk(*given)
+        if context.chunk is None:
+            heads = attend_prompt(*given, context.positions[0, :1])
+        elif attends_prompt(q, k.shape[1], attention.window, attention.sinks):
+            heads = attend_prompt(*given)
+        else:
+            heads = attend_chunk(*given)
         if attention.gate:
             gate = projected[:, attention.first_gate :]
             heads = gate_prompt_heads(heads, gate, attention.gate.activation)
@@ -156,10 +172,13 @@ class PromptLayer:
         Plain caches, rings among them, are written by the kernel that prepares heads.
         """
         attention, chunk, T = self.attention, context.chunk, len(projected)
-        assert chunk is not None
-        cache, (_, K, C), begin = attention.cache, attention.heads, chunk.end - T
+        cache, (_, K, C) = attention.cache, attention.heads
         q_norm, k_norm = attention.norm_weights()
         given = projected, context.rope, q_norm, k_norm, attention.settings
+        if chunk is None:
+            places = Places(cache=cache.kv, begin=context.positions[0, :1])
+            return prompt_heads(*given, places), *cache.kv[:, 0].unbind()
+        begin = chunk.end - T
         is_ring = type(cache) is ring_of(KVCache)
         if type(cache) is KVCache:
             q = prompt_heads(*given, Places(cache=cache.kv, row=chunk.row), begin)
@@ -241,10 +260,38 @@ class PromptRunner(EagerRunner):
         """Not with experts in host memory: they take what is free."""
         return bool(self.layers) and all(layer.resident for layer in self.layers.values())
 
+    def takes_positions(self, tokens: int, end: int) -> bool:
+        """Whether kernels take this many tokens of row 0 by their positions, up to `end`.
+
+        One graph then serves all positions: else a chat's later turns would never be replayed.
+        """
+        model, few = self.model, tokens <= MOST_TOKENS and end <= MOST_POSITIONS
+        layers = [self.layers.get(id(block)) for block in model.layers]
+        is_plain = type(model).begin is Transformer.begin and self.runs(model.embedding.weight)
+        return few and is_plain and all(layer and layer.takes_positions for layer in layers)
+
+    def runs(self, like: Tensor) -> bool:
+        """Whether kernels run on the device of `like`, in its dtype."""
+        return like.element_size() == 2 and can_launch(like, *ALL_KERNELS)
+
     def takes(self, x: Tensor, context: Context) -> bool:
         """Whether kernels take a chunk x [1, T, D]."""
-        is_long = context.chunk is not None and x.shape[1] >= FEWEST
-        return is_long and x.element_size() == 2 and can_launch(x, *ALL_KERNELS)
+        is_chunk = context.chunk is not None or context.masks is None
+        return is_chunk and x.shape[1] >= FEWEST and self.runs(x)
+
+    def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
+        """A chunk at positions `span` has no masks."""
+        if isinstance(span, Chunk):
+            return super().begin(model, tokens, span)
+        x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
+        return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
+
+    def with_masks(self, context: Context) -> Context:
+        """Return the context of a chunk for a block that kernels do not compute."""
+        if context.chunk is not None:
+            return context
+        masks = {w: self.model.mask(context.positions, w) for w in self.model.windows}
+        return context._replace(masks=masks)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
@@ -254,7 +301,7 @@ class PromptRunner(EagerRunner):
         def run(*arguments):
             if layer and self.takes(x, context):
                 return layer.forward(*arguments)
-            return block(*arguments)
+            return block(x, normed, self.with_masks(context), next_norm)
 
         return without_broken_kernels(run, x, normed, context, next_norm)
 

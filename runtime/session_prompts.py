@@ -226,8 +226,8 @@ class Prompts(DecodeSteps):
                 logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
                 # Padding is overwritten before it is read.
-                padded = [*part, *[0] * self.padding(len(part))]
-                numbers = integers([row, 0, len(part) - 1, 0, *padded])
+                padded = [*part, *[0] * self.padding(len(part), start)]
+                numbers = integers([row, 0, len(part) - 1, start, *padded])
                 logits, *routing = self.run_chunk(numbers, start + len(padded))
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
@@ -247,34 +247,45 @@ class Prompts(DecodeSteps):
         chunk = chunk or self.prefill_chunk
         return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
 
-    def padding(self, tokens: int) -> int:
+    def runs_anywhere(self, tokens: int, start: int) -> bool:
+        """Whether one graph runs a chunk of this many tokens from any position on, as this one."""
+        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
+        captures = self.graphs is not None and self.batch == 1 and self.runner.can_capture(tokens)
+        return captures and self.prefill_runner.takes_positions(tokens, start + tokens)
+
+    def padding(self, tokens: int, start: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
         short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
+        short = short and not self.runs_anywhere(PADDING_MULTIPLE, start)
         multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
         return -tokens % multiple if self.pads else 0
 
     def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk that ends before `end`, captured if it repeats.
 
-        numbers [4 + Q], on the host: its row, 0, the index of its last real token, 0, its tokens:
-        each part is aligned for vector loads. They are one tensor, since the host takes as long for
-        a copy as the GPU for a few kernels.
+        numbers [4 + Q], on the host: its row, 0, the index of its last real token, its first
+        position, its tokens: each part is aligned for vector loads. They are one tensor, since the
+        host takes as long for a copy as the GPU for a few kernels.
         """
         Q, runner = len(numbers) - 4, self.prefill_runner
+        anywhere = self.runs_anywhere(Q, end - Q)
         if self.batch > 1:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
             row, last, tokens = numbers[:1], numbers[2:3], numbers[4:].unsqueeze(0)
+            if anywhere:
+                positions = numbers[3] + torch.arange(Q, device=self.device)
+                return self.run_model(tokens, positions.unsqueeze(0), last, runner)
             if self.options.compile_prefill:  # views would recompile
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
-        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
         captures = self.batch == 1 and self.runner.can_capture(Q)
         if self.graphs is None or not captures:
             return run(send(numbers, self.device))
-        return self.graphs((Q, end, self.watch), run, sendable(numbers, self.device))
+        key = Q, None if anywhere else end, "chunk", self.watch
+        return self.graphs(key, run, sendable(numbers, self.device))
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.

@@ -847,8 +847,8 @@ def test_short_prompts_compiled(model):
 def test_short_captured_prompts_get_little_padding(model, monkeypatch):
     """Padding chooses experts, too. Compiled prompts take more, so that all take one branch."""
     session = open_session(model, 128)
-    assert [session.padding(tokens) for tokens in (1, 5, 100)] == [0, 0, 0]
+    assert [session.padding(tokens, 0) for tokens in (1, 5, 100)] == [0, 0, 0]
     session.pads = True  # as on a GPU
-    assert [session.padding(tokens) for tokens in (1, 5, 8, 60, 65, 128)] == [7, 3, 0, 4, 63, 0]
+    assert [session.padding(tokens, 0) for tokens in (1, 5, 8, 60, 65, 128)] == [7, 3, 0, 4, 63, 0]
     session = open_session(model, 128, compile_prefill=True)
-    assert [session.padding(tokens) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
+    assert [session.padding(tokens, 0) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]

@@ -34,9 +34,11 @@ class Places(NamedTuple):
 
     kv: Tensor | None = None  # [T, 2, K, C]
     cache: Tensor | None = None  # [2, B, K, S, C]: position p is in slot p % S
-    row: Tensor | None = None  # int64 [1], of the cache
+    row: Tensor | None = None  # int64 [1], of the cache; None: the first
     # int64 [1]: the last token that the cache gets. None: it gets all.
     last: Tensor | None = None
+    # int64 [1]: the first token's position. None: an argument of the kernel.
+    begin: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ def _store(value, head, c, part: tl.constexpr, token, begin, places, s: tl.const
             last = tl.load(places.last).to(tl.int32)
         n = tl.zeros_like(head) + token  # Triton's interpreter takes no scalar in a mask
         exists = (head < K) & (n >= tl.num_programs(0) - s.slots) & (n <= last)
-        place = ((part * s.sequences + tl.load(places.row)) * K + head) * s.slots
+        row = 0
+        if places.row is not None:
+            row = tl.load(places.row)
+        place = ((part * s.sequences + row) * K + head).to(tl.int64) * s.slots
         at = places.cache + (place + (begin + token) % s.slots) * C + c
         tl.store(at, value.to(at.dtype.element_ty), mask=exists)
 
@@ -89,6 +94,8 @@ def prepare_heads(qkv, rope, weights, q, places, begin, s: tl.constexpr):
     C: tl.constexpr = a.head_dim
     H: tl.constexpr = a.heads
     token, m = tl.program_id(0), tl.arange(0, s.rows)[:, None]
+    if places.begin is not None:
+        begin = tl.load(places.begin).to(tl.int32)
     c = tl.arange(0, C)[None, :]
     x = qkv + token.to(tl.int64) * a.projected
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
@@ -189,8 +196,10 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 
 # Grid [Q / M, H]: the last queries, which see most keys, are first.
 @jit
-def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
+def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.constexpr):
     M: tl.constexpr = s.queries
+    if begin is not None:
+        S = tl.load(begin).to(tl.int32) + Q
     first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
     query, c = first + tl.arange(0, M), tl.arange(0, s.head_dim)
     row = S - Q + query
@@ -226,9 +235,17 @@ def attends_prompt(q: Tensor, S: int, window: int | None, sinks: Tensor | None) 
 
 
 def attend_prompt(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    begin: Tensor | None = None,
 ) -> Tensor:
-    """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C]."""
+    """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C].
+
+    begin int64 [1]: the first query's position, if k and v have later positions, too.
+    """
     (Q, H, C), (K, S, _) = q.shape, k.shape
     check_shapes(k=(k, (K, S, C)), v=(v, (K, S, C)))
     if k.stride() != v.stride() or k.stride(2) != 1:
@@ -238,7 +255,7 @@ def attend_prompt(
         (PromptAttention(H, K, C, window, M, N), dict(warps=warps, stages=stages))
         for M, N, warps, stages in (TILES[2:] if Q <= SHORT else TILES)
     )
-    given = q.contiguous(), k, v, sinks, y, Q, S, k.stride(0), k.stride(1)
+    given = q.contiguous(), k, v, sinks, y, begin, Q, S, k.stride(0), k.stride(1)
     s, options = fit(_attend_prompt, candidates, *given)
     launch(_attend_prompt, (triton.cdiv(Q, s.queries), H), *given, settings=s, **options)
     return y
