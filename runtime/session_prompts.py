@@ -284,7 +284,7 @@ class Prompts(DecodeSteps):
         captures = self.batch == 1 and self.runner.can_capture(Q)
         if self.graphs is None or not captures:
             return run(send(numbers, self.device))
-        key = Q, None if anywhere else end, "chunk", self.watch
+        key = Q, "anywhere" if anywhere else end, self.watch
         return self.graphs(key, run, sendable(numbers, self.device))
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:

@@ -683,6 +683,31 @@ def test_short_prompts_run_as_steps_of_many_tokens(model, count, sizes):
         assert session.details[0].logprob == pytest.approx(detail.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_graph_runs_turns_of_every_family_at_all_positions(name, make_family):
+    """As a captured session runs the turns of a chat, each with padding."""
+    model = load_model(make_family(name).directory, "cpu", torch.float32)
+    text = [(37 * n + 11) % 150 for n in range(125)]
+    turns = (0, 30), (30, 70), (70, 125)
+
+    def logits(session: Session) -> list[Tensor]:
+        return [next(session.prefill(0, text[a:b], a))[0] for a, b in turns]
+
+    want, keys = logits(open_session(model, 128)), []
+
+    def call(key, function, numbers: Tensor) -> tuple[Tensor, ...]:
+        keys.append(key)
+        return function(numbers)
+
+    session = open_session(model, 128)
+    session.graphs, session.pads, session.short_chunks = call, True, ()  # as on a GPU
+    session.runner.can_capture = lambda tokens: True
+    session.prefill_runner.takes_positions = lambda tokens, end: True
+    for got, expected in zip(logits(session), want, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+    assert keys == [(64, "anywhere", False)] * 3
+
+
 @pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_short_prompts_of_every_family(name, sizes, make_family):
