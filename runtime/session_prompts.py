@@ -140,7 +140,7 @@ class Prompts(DecodeSteps):
                 for _ in range(2):
                     with self.runner.warming_up():
                         self.run_short_numbers(numbers)
-                if self.captures_short(size):
+                if self.captures(size):
                     key = size, None, self.watch
                     self.graphs.prepare(key, self.run_short_numbers, numbers)
 
@@ -238,19 +238,16 @@ class Prompts(DecodeSteps):
         """Whether this many tokens of a row run as short chunks, which are captured for row 0."""
         return row == 0 and tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
 
-    def short_chunk(self, tokens: int) -> int:
-        """Return the size of the short chunk for the next of these tokens: the smallest for all."""
-        return smallest_chunk(self.short_chunks, tokens)
-
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
         """Return how many of a row's tokens run at once. chunk: the most that may."""
         chunk = chunk or self.prefill_chunk
-        return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
+        if not self.is_short(row, tokens):
+            return chunk
+        return min(chunk, smallest_chunk(self.short_chunks, tokens))
 
     def runs_anywhere(self, tokens: int, start: int) -> bool:
         """Whether one graph runs a chunk of this many tokens from any position on, as this one."""
-        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
-        captures = self.graphs is not None and self.batch == 1 and self.runner.can_capture(tokens)
+        captures = self.batch == 1 and self.captures(tokens)
         return captures and self.prefill_runner.takes_positions(tokens, start + tokens)
 
     def padding(self, tokens: int, start: int) -> int:
@@ -281,8 +278,8 @@ class Prompts(DecodeSteps):
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
-        captures = self.batch == 1 and self.runner.can_capture(Q)
-        if self.graphs is None or not captures:
+        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
+        if self.batch > 1 or not self.captures(Q):
             return run(send(numbers, self.device))
         key = Q, "anywhere" if anywhere else end, self.watch
         return self.graphs(key, run, sendable(numbers, self.device))
@@ -292,14 +289,14 @@ class Prompts(DecodeSteps):
 
         last: the index of the last real token, -1 if none is.
         """
-        size, numbers = self.short_chunk(len(part)), self.short_numbers(part, last, start)
-        if not self.captures_short(size):
+        numbers = self.short_numbers(part, last, start)
+        if not self.captures(size := numbers.shape[1] // 2):
             return self.run_short_numbers(send(numbers, self.device))
         key, sent = (size, None, self.watch), sendable(numbers, self.device)
         return self.graphs(key, self.run_short_numbers, sent)
 
-    def captures_short(self, size: int) -> bool:
-        """Whether short chunks of this size are captured."""
+    def captures(self, size: int) -> bool:
+        """Whether chunks of this size are captured, those that are not short in a session alone."""
         return self.graphs is not None and self.runner.can_capture(size)
 
     def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
@@ -309,7 +306,7 @@ class Prompts(DecodeSteps):
         experts, and its keys and values are overwritten before they are read. All numbers are one
         tensor: the GPU waits for each copy.
         """
-        size = self.short_chunk(len(part))
+        size = smallest_chunk(self.short_chunks, len(part))
         padded = [*part, *[part[-1]] * (size - len(part))]
         return integers([*padded, *range(start, start + size), last]).unsqueeze(0)
 
