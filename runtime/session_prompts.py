@@ -3,6 +3,8 @@
 A prompt's prefix that a row has in its cache is not recomputed.
 """
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,6 +29,9 @@ from runtime.transfers import integers, send, sendable
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
+# A chunk that one graph runs from any position on is padded to one of these. Experts do not compute
+# its padding.
+ANYWHERE_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
 # A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
 # one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
 # at most this number of the largest chunks.
@@ -34,6 +39,8 @@ MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
 LONG_CACHE_CHUNK = 8
+
+log = logging.getLogger("moe_fast")
 
 
 def short_chunk_sizes(
@@ -77,7 +84,8 @@ class Prompts(DecodeSteps):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         super().__init__(model, max_seq_len, options)
         self.graphs = GraphCache(self.device) if self.captures_prompts else None
-        self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
+        # Called between the layers of a prompt; None: nobody waits for it.
+        self.between_layers: Callable[[], None] | None = None
         # Launches what else is to be compiled ahead.
         self.launch_more: Callable[[FusedRunner], None] = lambda runner: None
         # Called with the position and the number of a chunk's tokens, after the chunk.
@@ -86,6 +94,7 @@ class Prompts(DecodeSteps):
         if self.captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
         self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
+        self.left = deque(ANYWHERE_CHUNKS)  # those that `capture_next` captures
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
@@ -226,7 +235,7 @@ class Prompts(DecodeSteps):
                 logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
                 # Padding is overwritten before it is read.
-                padded = [*part, *[0] * self.padding(len(part), start)]
+                padded = [*part, *[0] * self.padding(row, len(part), start)]
                 numbers = integers([row, 0, len(part) - 1, start, *padded])
                 logits, *routing = self.run_chunk(numbers, start + len(padded))
             start += len(part)
@@ -245,17 +254,43 @@ class Prompts(DecodeSteps):
             return chunk
         return min(chunk, smallest_chunk(self.short_chunks, tokens))
 
-    def runs_anywhere(self, tokens: int, start: int) -> bool:
-        """Whether one graph runs a chunk of this many tokens from any position on, as this one."""
-        captures = self.batch == 1 and self.captures(tokens)
-        return captures and self.prefill_runner.takes_positions(tokens, start + tokens)
+    def runs_anywhere(self, row: int, tokens: int, start: int) -> bool:
+        """Whether one graph runs a row's chunk of this many tokens from any position on.
 
-    def padding(self, tokens: int, start: int) -> int:
+        It runs in row 0, which a conversation has that runs alone, and cannot be interrupted.
+        """
+        alone, end = row == 0 and self.between_layers is None, start + tokens
+        captures = alone and end <= self.cache_len and self.captures(tokens)
+        return captures and self.prefill_runner.takes_positions(tokens, end)
+
+    def capture_next(self) -> bool:
+        """Capture one of the chunks that run anywhere; return whether to go on with others.
+
+        A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot
+        be captured, for want of memory, is the last one; others are captured when they repeat.
+        """
+        if not self.left or self.cached[0]:
+            return False
+        size, self.watch = self.left.popleft(), False
+        numbers = integers([0, 0, size - 1, 0, *[0] * size])
+        try:
+            for _ in range(2 if self.runs_anywhere(0, size, 0) else 0):
+                self.run_chunk(numbers, size)
+            self.reset(0)
+        except RuntimeError as error:
+            self.left.clear()
+            log.warning("no more prompts are captured: %s", f"{error}\n".splitlines()[0])
+        return bool(self.left)
+
+    def padding(self, row: int, tokens: int, start: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
+        if not self.pads:
+            return 0
+        size = smallest_chunk(ANYWHERE_CHUNKS, tokens)
+        if tokens <= size and self.runs_anywhere(row, size, start):
+            return size - tokens
         short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
-        short = short and not self.runs_anywhere(PADDING_MULTIPLE, start)
-        multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
-        return -tokens % multiple if self.pads else 0
+        return -tokens % (SHORT_MULTIPLE if short else PADDING_MULTIPLE)
 
     def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk that ends before `end`, captured if it repeats.
@@ -265,8 +300,8 @@ class Prompts(DecodeSteps):
         host takes as long for a copy as the GPU for a few kernels.
         """
         Q, runner = len(numbers) - 4, self.prefill_runner
-        anywhere = self.runs_anywhere(Q, end - Q)
-        if self.batch > 1:
+        anywhere = self.runs_anywhere(int(numbers[0]), Q, end - Q)
+        if self.between_layers:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -278,8 +313,9 @@ class Prompts(DecodeSteps):
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
-        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
-        if self.batch > 1 or not self.captures(Q):
+        # A capture takes longer than others may pause: beside them a prompt has none, and in a
+        # batch only those that run anywhere have one.
+        if not self.captures(Q) or (self.batch > 1 and not anywhere):
             return run(send(numbers, self.device))
         key = Q, "anywhere" if anywhere else end, self.watch
         return self.graphs(key, run, sendable(numbers, self.device))

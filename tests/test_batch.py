@@ -114,6 +114,33 @@ def test_a_step_that_fails_within_a_prompt_ends_all_sequences():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_prompts_alone_take_graphs_of_all_positions(kind):
+    """As on a GPU, in row 0. Beside others, a prompt is interrupted and has none."""
+    requests = [([7 * n % 60 for n in range(k)], 4, GREEDY) for k in (10, 14, 30)]
+    session, keys = make_session(kind, rows=3), []
+
+    def call(key, function, numbers):
+        keys.append(key)
+        return function(numbers)
+
+    session.graphs, session.pads = call, True
+    session.runner.can_capture = lambda tokens: True
+    session.prefill_runner.takes_positions = lambda tokens, end: True
+    batch = Batch(session)
+    while batch.prepare_next():
+        pass
+    assert keys == [(size, "anywhere", False) for size in (64, 64, 128, 128)]  # longer do not fit
+    assert session.cached[0] == 0
+    keys.clear()
+    for request in requests:  # each goes on with the tokens of the last
+        assert run(batch, [request]) == answers_alone(kind, [request])
+    assert keys == [(64, "anywhere", False)] * 2  # a few tokens run in steps
+    assert run(batch, requests) == answers_alone(kind, requests)
+    assert len(keys) == 2
+    assert run(batch, requests[::-1], [0, 1, 2]) == answers_alone(kind, requests[::-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_short_prompts_alone_take_the_graph_of_row_0(kind, monkeypatch):
     """As on a GPU, whatever row their sequence had before."""
     requests, _ = random_requests(13, 5)
