@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
-from ops.attention.prompts import HEAD_DIMS, SHORT, Places, attend_prompt, attends_prompt, prompt_heads
+from ops.attention.prompts import (
+    HEAD_DIMS,
+    SHORT,
+    Places,
+    attend_prompt,
+    attends_prompt,
+    prompt_heads,
+)
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
