@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
-from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
+from ops.attention.prompts import (
+    HEAD_DIMS,
+    SHORT,
+    Places,
+    attend_prompt,
+    attends_prompt,
+    prompt_heads,
+)
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
@@ -144,8 +151,8 @@ class PromptLayer:
         attention = self.attention
         if not isinstance(attention, FusedDecodeAttention):
             return hasattr(self.block.attention, "settle")  # a recurrent state
-        is_plain = type(attention.cache) is KVCache and attention.heads[2] in HEAD_DIMS
-        return attention.supported and is_plain
+        is_plain = type(attention.cache) in (KVCache, ring_of(KVCache))
+        return attention.supported and is_plain and attention.heads[2] in HEAD_DIMS
 
     def attend(self, normed: Tensor, context: Context) -> Tensor:
         """`Attention.forward` of a chunk, normed [1, T, D]."""
@@ -156,7 +163,8 @@ class PromptLayer:
         q, k, v = self.append(projected, context)
         given = q, k, v, attention.window, attention.sinks
         if context.chunk is None:
-            heads = attend_prompt(*given, context.positions[0, :1])
+            ring = type(attention.cache) is not KVCache
+            heads = attend_prompt(*given, context.positions[0, :1], ring)
         elif attends_prompt(q, k.shape[1], attention.window, attention.sinks):
             heads = attend_prompt(*given)
         else:
@@ -175,11 +183,16 @@ class PromptLayer:
         cache, (_, K, C) = attention.cache, attention.heads
         q_norm, k_norm = attention.norm_weights()
         given = projected, context.rope, q_norm, k_norm, attention.settings
+        is_ring = type(cache) is ring_of(KVCache)
         if chunk is None:
             places = Places(cache=cache.kv, begin=context.positions[0, :1])
-            return prompt_heads(*given, places), *cache.kv[:, 0].unbind()
+            if not is_ring:
+                return prompt_heads(*given, places), *cache.kv[:, 0].unbind()
+            places = places._replace(kv=projected.new_empty(T, 2, K, C), last=context.last)
+            past = past_of_chunk(cache.kv, None, places.begin)
+            q, kv = prompt_heads(*given, places), places.kv.permute(1, 2, 0, 3)
+            return q, *torch.cat((past, kv), 2).unbind()
         begin = chunk.end - T
-        is_ring = type(cache) is ring_of(KVCache)
         if type(cache) is KVCache:
             q = prompt_heads(*given, Places(cache=cache.kv, row=chunk.row), begin)
             return q, *cache.of_chunk(cache.kv, chunk).unbind()
@@ -266,6 +279,7 @@ class PromptRunner(EagerRunner):
         One graph then serves all positions: else a chat's later turns would never be replayed.
         """
         model, few = self.model, tokens <= MOST_TOKENS and end <= MOST_POSITIONS
+        few = few and (tokens <= SHORT or tokens < end)  # a first turn is faster by SDPA
         layers = [self.layers.get(id(block)) for block in model.layers]
         is_plain = type(model).begin is Transformer.begin and self.runs(model.embedding.weight)
         return few and is_plain and all(layer and layer.takes_positions for layer in layers)
@@ -283,7 +297,8 @@ class PromptRunner(EagerRunner):
         """A chunk at positions `span` has no masks."""
         if isinstance(span, Chunk):
             return super().begin(model, tokens, span)
-        x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
+        x, rope = model.embed(tokens), gather_rows(model.rope_table, span.flatten(), 1, None)
+        rope = rope.view(*tokens.shape, 1, -1)
         return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
 
     def with_masks(self, context: Context) -> Context:

@@ -236,8 +236,10 @@ class Prompts(DecodeSteps):
             else:
                 # Padding is overwritten before it is read.
                 padded = [*part, *[0] * self.padding(row, len(part), start)]
-                numbers = integers([row, 0, len(part) - 1, start, *padded])
-                logits, *routing = self.run_chunk(numbers, start + len(padded))
+                end = start + (Q := len(padded))
+                places = range(start, end) if self.runs_anywhere(row, Q, start) else ()
+                numbers = integers([row, 0, len(part) - 1, 0, *padded, *places])
+                logits, *routing = self.run_chunk(numbers, Q, end)
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
             self.snapshots.take(row, start)
@@ -272,10 +274,11 @@ class Prompts(DecodeSteps):
         if not self.left or self.cached[0]:
             return False
         size, self.watch = self.left.popleft(), False
-        numbers = integers([0, 0, size - 1, 0, *[0] * size])
+        end = min(2 * size, self.cache_len)  # as of a later turn
+        numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(end - size, end)])
         try:
-            for _ in range(2 if self.runs_anywhere(0, size, 0) else 0):
-                self.run_chunk(numbers, size)
+            for _ in range(2 if self.runs_anywhere(0, size, end - size) else 0):
+                self.run_chunk(numbers, size, end)
             self.reset(0)
         except RuntimeError as error:
             self.left.clear()
@@ -292,23 +295,21 @@ class Prompts(DecodeSteps):
         short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
         return -tokens % (SHORT_MULTIPLE if short else PADDING_MULTIPLE)
 
-    def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
-        """`run_model` on one chunk that ends before `end`, captured if it repeats.
+    def run_chunk(self, numbers: Tensor, Q: int, end: int) -> tuple[Tensor, ...]:
+        """`run_model` on one chunk of Q tokens that ends before `end`, captured if it repeats.
 
-        numbers [4 + Q], on the host: its row, 0, the index of its last real token, its first
-        position, its tokens: each part is aligned for vector loads. They are one tensor, since the
-        host takes as long for a copy as the GPU for a few kernels.
+        numbers, on the host: its row, 0, the index of its last real token, 0, its tokens, and if it
+        runs anywhere their positions: each part is aligned for vector loads. They are one tensor,
+        since the host takes as long for a copy as the GPU for a few kernels.
         """
-        Q, runner = len(numbers) - 4, self.prefill_runner
-        anywhere = self.runs_anywhere(int(numbers[0]), Q, end - Q)
+        runner, anywhere = self.prefill_runner, len(numbers) > 4 + Q
         if self.between_layers:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
-            row, last, tokens = numbers[:1], numbers[2:3], numbers[4:].unsqueeze(0)
+            row, last, tokens = numbers[:1], numbers[2:3], numbers[4 : 4 + Q].unsqueeze(0)
             if anywhere:
-                positions = numbers[3] + torch.arange(Q, device=self.device)
-                return self.run_model(tokens, positions.unsqueeze(0), last, runner)
+                return self.run_model(tokens, numbers[4 + Q :].unsqueeze(0), last, runner)
             if self.options.compile_prefill:  # views would recompile
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)

@@ -42,6 +42,7 @@ def prompt_errors(
     are tokens at positions. padding: tokens behind each of its chunks.
     """
     model, found = small_model(family, format, **changes).to(device), []
+    model.setup_cache(1, 256)  # a window's is a ring
     with ExitStack() as stack:
         if device == "cpu":
             takes = lambda self, x, context: True  # noqa: E731

@@ -677,7 +677,7 @@ def test_a_captured_prompt_has_the_bits_of_an_eager_one():
         assert all(map(found[0].equal, found[1:]))
 
 
-@pytest.mark.parametrize("arch", ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B"))
+@pytest.mark.parametrize("arch", ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-20b"))
 def test_turns_of_a_chat_replay_one_graph(arch):
     """Longer ones than short prompts: from any position, as chunks whose end the host knows."""
     args, found = first_layers(architecture(arch), 4), []
@@ -1292,7 +1292,7 @@ def test_a_long_prompt_by_kernels_is_the_plain_one(family, format, layers):
             assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
-@pytest.mark.parametrize("family", ("qwen3_moe", "olmoe", "qwen2_moe", "qwen3_next"))
+@pytest.mark.parametrize("family", ("qwen3_moe", "olmoe", "qwen2_moe", "qwen3_next", "gpt_oss"))
 def test_chunks_at_positions_by_kernels_are_the_plain_ones(family):
     layers = 2 if family == "qwen3_next" else 1
     found = prompt_errors(family, "int4", layers, "cuda", positions=True, padding=7)

@@ -156,7 +156,7 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
 
 
 @pytest.mark.parametrize(
-    ("family", "positions"), (("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", False))
+    ("family", "positions"), (("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True))
 )
 def test_chunks_with_padding(family, positions):
     """No expert computes padding, and it changes nothing; also of a chunk at positions."""

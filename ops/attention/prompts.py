@@ -155,16 +155,18 @@ class PromptAttention:
     window: int | None  # positions that a query sees, its own included
     queries: int  # M
     positions: int  # N
+    ring: bool = False  # the first keys may be none: those before position 0
     log2_e: float = LOG2_E
 
     scale = property(lambda s: s.head_dim**-0.5 * LOG2_E)  # of scores, for exponents of two
 
 
 @jit
-def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.constexpr):
+def _attend_keys(state, q, kv, row, first, begin, end, MASKED: tl.constexpr, s: tl.constexpr):
     """Add the keys from `begin` to `end` to a softmax: sums [M, C], largest and total [M].
 
-    row: positions of the queries q [M, C]. MASKED: some query does not see some of the keys.
+    row: positions of the queries q [M, C]. first: of a ring, the first key that there is. MASKED:
+    some query does not see some of the keys.
     """
     sums, largest, total = state
     k, v, stride = kv
@@ -180,6 +182,8 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
             seen = distance >= 0
             if s.window is not None:
                 seen &= distance < s.window
+            if s.ring:
+                seen &= (key >= first)[None, :]
             # Not -inf: rows that see none of these keys would be NaN. Their own key, which comes
             # later, makes what they add here 0.
             scores = tl.where(seen, scores, -1e30)
@@ -198,8 +202,12 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 @jit
 def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.constexpr):
     M: tl.constexpr = s.queries
+    none = 0  # keys before those that there are
     if begin is not None:
-        S = tl.load(begin).to(tl.int32) + Q
+        if s.ring:
+            none = tl.maximum(S - Q - tl.load(begin).to(tl.int32), 0)
+        else:
+            S = tl.load(begin).to(tl.int32) + Q
     first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
     query, c = first + tl.arange(0, M), tl.arange(0, s.head_dim)
     row = S - Q + query
@@ -215,11 +223,11 @@ def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.const
     before, end = S - Q + first, tl.minimum(S, S - Q + first + M)
     if s.window is None:
         diagonal = before // s.positions * s.positions  # all queries see the keys before
-        state = _attend_keys(state, own, kv, row, 0, diagonal, False, s)
-        state = _attend_keys(state, own, kv, row, diagonal, end, True, s)
+        state = _attend_keys(state, own, kv, row, none, 0, diagonal, False, s)
+        state = _attend_keys(state, own, kv, row, none, diagonal, end, True, s)
     else:
-        begin = tl.maximum(before - s.window + 1, 0) // s.positions * s.positions
-        state = _attend_keys(state, own, kv, row, begin, end, True, s)
+        oldest = tl.maximum(before - s.window + 1, none) // s.positions * s.positions
+        state = _attend_keys(state, own, kv, row, none, oldest, end, True, s)
     sums, largest, total = state
     result = sums / total[:, None]
     tl.store(y + place, result.to(y.dtype.element_ty), mask=(query < Q)[:, None])
@@ -241,10 +249,13 @@ def attend_prompt(
     window: int | None,
     sinks: Tensor | None,
     begin: Tensor | None = None,
+    ring: bool = False,
 ) -> Tensor:
     """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C].
 
-    begin int64 [1]: the first query's position, if k and v have later positions, too.
+    begin int64 [1]: the first query's position, if the host does not know it. Then k and v are a
+    whole cache, from position 0 on. ring: they are those of `attend_chunk`, but keys before
+    position 0 are none.
     """
     (Q, H, C), (K, S, _) = q.shape, k.shape
     check_shapes(k=(k, (K, S, C)), v=(v, (K, S, C)))
@@ -252,7 +263,7 @@ def attend_prompt(
         k, v = k.contiguous(), v.contiguous()
     y = q.new_empty(Q, H * C)
     candidates = (
-        (PromptAttention(H, K, C, window, M, N), dict(warps=warps, stages=stages))
+        (PromptAttention(H, K, C, window, M, N, ring), dict(warps=warps, stages=stages))
         for M, N, warps, stages in (TILES[2:] if Q <= SHORT else TILES)
     )
     given = q.contiguous(), k, v, sinks, y, begin, Q, S, k.stride(0), k.stride(1)
