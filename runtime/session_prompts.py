@@ -274,11 +274,11 @@ class Prompts(DecodeSteps):
         if not self.left or self.cached[0]:
             return False
         size, self.watch = self.left.popleft(), False
-        end = min(2 * size, self.cache_len)  # as of a later turn
-        numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(end - size, end)])
+        start = max(0, min(size, self.cache_len - size))  # as of a later turn
+        numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
         try:
-            for _ in range(2 if self.runs_anywhere(0, size, end - size) else 0):
-                self.run_chunk(numbers, size, end)
+            for _ in range(2 if self.runs_anywhere(0, size, start) else 0):
+                self.run_chunk(numbers, size, start + size)
             self.reset(0)
         except RuntimeError as error:
             self.left.clear()
