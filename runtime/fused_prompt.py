@@ -297,8 +297,7 @@ class PromptRunner(EagerRunner):
         """A chunk at positions `span` has no masks."""
         if isinstance(span, Chunk):
             return super().begin(model, tokens, span)
-        x, rope = model.embed(tokens), gather_rows(model.rope_table, span.flatten(), 1, None)
-        rope = rope.view(*tokens.shape, 1, -1)
+        x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
         return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
 
     def with_masks(self, context: Context) -> Context:
