@@ -220,7 +220,7 @@ def choose_prompt_tile(
                 if width < 1024:  # few steps: four programs at once
                     return PromptTile(32, 128, 128, 4, tail=16)
                 if numbers == 256 and group >= 128:
-                    # Three at once: 32 rows of so many numbers would need more shared memory.
+                    # Three at once: 32 rows of 256 numbers would need more shared memory.
                     return PromptTile(32, 128, 256, 4, tail=16, long=128, registers=168)
                 return PromptTile(32, 128, numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
