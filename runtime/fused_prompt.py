@@ -39,8 +39,8 @@ from runtime.runner import EagerRunner, without_broken_kernels
 
 ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
-# Chunks of up to so many tokens, at so many positions, are run by their positions. The GPU takes
-# longer for more tokens than the host for its launches; SDPA attends faster to more positions.
+# Most tokens and most positions of a chunk that is run by its positions. For more tokens the GPU
+# takes longer than the host for the launches; for more positions SDPA is faster.
 MOST_TOKENS, MOST_POSITIONS = 1024, 8192
 
 
@@ -297,8 +297,7 @@ class PromptRunner(EagerRunner):
         """A chunk at positions `span` has no masks."""
         if isinstance(span, Chunk):
             return super().begin(model, tokens, span)
-        x, rope = model.embed(tokens), gather_rows(model.rope_table, span.flatten(), 1, None)
-        rope = rope.view(*tokens.shape, 1, -1)
+        x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
         return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
 
     def with_masks(self, context: Context) -> Context:

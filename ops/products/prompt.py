@@ -219,8 +219,10 @@ def choose_prompt_tile(
             if kind == "int4":  # weights of an expert with a few more rows are decoded once
                 if width < 1024:  # few steps: four programs at once
                     return PromptTile(32, 128, 128, 4, tail=16)
-                # Three at once: 32 rows of so many numbers would need more shared memory.
-                return PromptTile(32, 128, numbers, 4, tail=16, long=128, registers=168)
+                if numbers == 256 and group >= 128:
+                    # Three at once: 32 rows of 256 numbers would need more shared memory.
+                    return PromptTile(32, 128, 256, 4, tail=16, long=128, registers=168)
+                return PromptTile(32, 128, numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
         if kind == "int4" and (rows == 64 or (rows > 64 and E == 1)):  # dense: as `unpacks_first`
             return PromptTile(64, 128, 128, 4, tail=16)
