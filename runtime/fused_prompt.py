@@ -13,14 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
-from ops.attention.prompts import (
-    HEAD_DIMS,
-    SHORT,
-    Places,
-    attend_prompt,
-    attends_prompt,
-    prompt_heads,
-)
+from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
@@ -279,8 +272,8 @@ class PromptRunner(EagerRunner):
 
         One graph then serves all positions: else a chat's later turns would never be replayed.
         """
-        few = tokens <= MOST_TOKENS and end <= MOST_POSITIONS
-        few = few and (tokens <= SHORT or tokens < end)  # a first turn is faster by SDPA
+        # A first turn is faster as a chunk: it takes in no pending tokens, and copies no ring.
+        few = tokens <= MOST_TOKENS and tokens < end <= MOST_POSITIONS
         return few and self.layers_take_positions and self.runs(self.model.embedding.weight)
 
     @cached_property
