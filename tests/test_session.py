@@ -754,10 +754,10 @@ def test_one_graph_runs_turns_of_every_family_at_all_positions(name, make_family
     session = open_session(model, 128)
     session.graphs, session.pads, session.short_chunks = call, True, ()  # as on a GPU
     session.runner.can_capture = lambda tokens: True
-    session.prefill_runner.takes_positions = lambda tokens, end: True
+    session.prefill_runner.takes_positions = lambda tokens, end: tokens < end
     for got, expected in zip(logits(session), want, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
-    assert keys == [(64, "anywhere", False)] * 3
+    assert keys == [(32, 32, False), *[(64, "anywhere", False)] * 2]
 
 
 @pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)

@@ -200,7 +200,6 @@ def test_rows_are_put_into_the_order_of_a_product(format):
     (
         ("int4", PromptTile(64, 64, 128, 4, near=2), None),  # half of a word of scales a step
         ("int4", PromptTile(16, 64, 256, 4), None),  # whole words
-        ("int4", PromptTile(32, 64, 256, 4, tail=16, long=128), SWIGLU),  # steps of two lengths
         ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
         ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
         pytest.param("int8", PromptTile(64, 64, 128, 4), RELU_SQUARED, marks=pytest.mark.slow),

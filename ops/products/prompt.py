@@ -196,7 +196,7 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
             if end - first <= s.tile.tail:
                 _compute_tile(tensors, expert, first, end, block, s.tile.tail, s)
             else:
-                _compute_tile(tensors, expert, first, end, block, s.tile.rows, s.of_more_rows)
+                _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
         else:
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
 
@@ -217,12 +217,8 @@ def choose_prompt_tile(
             if kind == "int4" and N <= 8 * E and width >= 2048 and group >= 128:
                 return PromptTile(16, 128, numbers, 4, registers=168)  # three programs at once
             if kind == "int4":  # weights of an expert with a few more rows are decoded once
-                if width < 1024:  # few steps: four programs at once
-                    return PromptTile(32, 128, 128, 4, tail=16)
-                if numbers == 256 and group >= 128:
-                    # Three at once: 32 rows of 256 numbers would need more shared memory.
-                    return PromptTile(32, 128, 256, 4, tail=16, long=128, registers=168)
-                return PromptTile(32, 128, numbers, 4, tail=16)
+                # Short rows have few steps: four programs at once.
+                return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
         if kind == "int4" and (rows == 64 or (rows > 64 and E == 1)):  # dense: as `unpacks_first`
             return PromptTile(64, 128, 128, 4, tail=16)

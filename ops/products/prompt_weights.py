@@ -5,7 +5,7 @@ For `_grouped` (ops/products/prompt.py), and for `_unpack`, which writes a dense
 Letters: E experts. A tile has BN outputs; a step covers BK numbers along `in`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,6 @@ class PromptTile:
     stages: int = 3  # steps in flight
     near: int = 16  # blocks of outputs that run before the next rows of x
     tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
-    long: int | None = None  # `numbers` of tiles with more rows than the tail's; None: the same
     registers: int | None = None  # most of a lane; None: the compiler's choice
 
 
@@ -67,11 +66,6 @@ class PromptSettings(Codes):
     activation: Activation | None = None  # applied to outputs
     in_words: bool = True  # scales have 16 bits and begin with a word of 32
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
-
-    @property
-    def of_more_rows(self) -> "PromptSettings":
-        """What tiles with more rows than the tail's are compiled for."""
-        return replace(self, tile=replace(self.tile, numbers=self.tile.long or self.tile.numbers))
 
     # Outputs are those of gates, then as many ups.
     gated = property(lambda s: s.activation is not None and s.activation.gated)
