@@ -272,8 +272,7 @@ class PromptRunner(EagerRunner):
 
         One graph then serves all positions: else a chat's later turns would never be replayed.
         """
-        # A first turn is faster as a chunk: it takes in no pending tokens, and copies no ring.
-        few = tokens <= MOST_TOKENS and tokens < end <= MOST_POSITIONS
+        few = tokens <= MOST_TOKENS and end <= MOST_POSITIONS
         return few and self.layers_take_positions and self.runs(self.model.embedding.weight)
 
     @cached_property

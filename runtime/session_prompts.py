@@ -259,11 +259,15 @@ class Prompts(DecodeSteps):
     def runs_anywhere(self, row: int, tokens: int, start: int) -> bool:
         """Whether one graph runs a row's chunk of this many tokens from any position on.
 
-        It runs in row 0, which a conversation has that runs alone, and cannot be interrupted.
+        It runs in row 0, which a conversation has that runs alone, and cannot be interrupted. A
+        first turn has another, which takes in no pending tokens, and copies no ring: it runs
+        anywhere if that graph is there.
         """
         alone, end = row == 0 and self.between_layers is None, start + tokens
-        captures = alone and end <= self.cache_len and self.captures(tokens)
-        return captures and self.prefill_runner.takes_positions(tokens, end)
+        if not alone or end > self.cache_len or not self.captures(tokens):
+            return False
+        is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
+        return is_later and self.prefill_runner.takes_positions(tokens, end)
 
     def capture_next(self) -> bool:
         """Capture one of the chunks that run anywhere; return whether to go on with others.
