@@ -17,7 +17,7 @@ import torch
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
-from runtime.session_prompts import common_prefix
+from runtime.session_prompts import ANYWHERE_CHUNKS, common_prefix
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -28,7 +28,7 @@ SHARED_CHUNK, STEP_EVERY = 1024, 4
 # other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
 # Chunks of prompts that `prepare` runs on a GPU, tokens: kernels of other tiles compile for each.
-PREPARED_CHUNKS = 64, 128, 256, 512, 1024, 2048
+PREPARED_CHUNKS = *ANYWHERE_CHUNKS, 2048
 # Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
 WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
 
@@ -135,18 +135,27 @@ class Batch:
     def prepare_prompts(self) -> None:
         """Run two chunks of each size, the second over a cache in use; then forget them.
 
-        One sequence at a time keeps nobody waiting: then there is nothing to prepare.
+        They run as beside other sequences; for those that run alone see `prepare_next`. One
+        sequence at a time keeps nobody waiting: then there is nothing to prepare.
         """
         session = self.session
         if self.max_batch == 1:
             return
-        longest = session.prefill_chunk
+        longest, session.between_layers = session.prefill_chunk, self.every_layers(lambda: None)
         for chunk in sorted({*PREPARED_CHUNKS, longest}) if session.captured else (8,):
             length = min(2 * chunk, session.max_seq_len)
             if length > chunk and chunk <= longest:
                 for _ in session.prefill(0, [0] * length, 0, chunk):
                     pass
+        session.between_layers = None
         session.reset()
+
+    def prepare_next(self) -> bool:
+        """Capture a part that answers do without before; return whether to go on with others.
+
+        A server calls this while it has nothing to do.
+        """
+        return self.session.capture_next()
 
     def start(
         self,
@@ -208,7 +217,8 @@ class Batch:
             sequence, chunks = self.prefilling
             row: int = sequence.row
             done, session.watch = session.cached[row], sequence.watch
-            session.between_layers = self.every_layers(step)
+            alone = not self.waiting and all(other in (None, sequence) for other in self.rows)
+            session.between_layers = None if alone else self.every_layers(step)
             is_done = next(chunks, self) is self
             if sequence.row is None:  # a step has failed, and ended all sequences
                 session.reset(row)

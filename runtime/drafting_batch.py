@@ -39,6 +39,9 @@ class DraftingBatch(Batch):
                 for sampling in WAYS if self.speculation.counts(size) else ():
                     self.speculation.captures.prepare(self.session.candidates(sampling), size)
 
+    def prepare_next(self) -> bool:
+        return super().prepare_next() or self.speculation.captures.capture_next()
+
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
         if a != b:

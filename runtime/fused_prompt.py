@@ -6,14 +6,15 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 """
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.prompts import KERNELS as HEADS
-from ops.attention.prompts import Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.recurrent_parts import gate_prompt_heads
 from ops.declared import Activation, SumAdditions
 from ops.launch import can_launch
@@ -32,6 +33,9 @@ from runtime.runner import EagerRunner, without_broken_kernels
 
 ALL_KERNELS = *KERNELS, *HEADS, "_route", "join_tokens", "_grouped"
 FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
+# Most tokens and most positions of a chunk that is run by its positions. For more tokens the GPU
+# takes longer than the host for the launches; for more positions SDPA is faster.
+MOST_TOKENS, MOST_POSITIONS = 1024, 8192
 
 
 class ExpertRows:
@@ -135,6 +139,15 @@ class PromptLayer:
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether a chunk may be one at positions that the host does not know."""
+        attention = self.attention
+        if not isinstance(attention, FusedDecodeAttention):
+            return hasattr(self.block.attention, "settle")  # a recurrent state
+        is_plain = type(attention.cache) in (KVCache, ring_of(KVCache))
+        return attention.supported and is_plain and attention.heads[2] in HEAD_DIMS
+
     def attend(self, normed: Tensor, context: Context) -> Tensor:
         """`Attention.forward` of a chunk, normed [1, T, D]."""
         attention = self.attention
@@ -143,8 +156,13 @@ class PromptLayer:
         projected = project(attention.projection, normed)[0]
         q, k, v = self.append(projected, context)
         given = q, k, v, attention.window, attention.sinks
-        kernel = attends_prompt(q, k.shape[1], attention.window, attention.sinks)
-        heads = attend_prompt(*given) if kernel else attend_chunk(*given)
+        if context.chunk is None:
+            ring = type(attention.cache) is not KVCache
+            heads = attend_prompt(*given, context.positions[0, :1], ring)
+        elif attends_prompt(q, k.shape[1], attention.window, attention.sinks):
+            heads = attend_prompt(*given)
+        else:
+            heads = attend_chunk(*given)
         if attention.gate:
             gate = projected[:, attention.first_gate :]
             heads = gate_prompt_heads(heads, gate, attention.gate.activation)
@@ -156,11 +174,19 @@ class PromptLayer:
         Plain caches, rings among them, are written by the kernel that prepares heads.
         """
         attention, chunk, T = self.attention, context.chunk, len(projected)
-        assert chunk is not None
-        cache, (_, K, C), begin = attention.cache, attention.heads, chunk.end - T
+        cache, (_, K, C) = attention.cache, attention.heads
         q_norm, k_norm = attention.norm_weights()
         given = projected, context.rope, q_norm, k_norm, attention.settings
         is_ring = type(cache) is ring_of(KVCache)
+        if chunk is None:
+            places = Places(cache=cache.kv, begin=context.positions[0, :1])
+            if not is_ring:
+                return prompt_heads(*given, places), *cache.kv[:, 0].unbind()
+            places = places._replace(kv=projected.new_empty(T, 2, K, C), last=context.last)
+            past = past_of_chunk(cache.kv, None, places.begin)
+            q, kv = prompt_heads(*given, places), places.kv.permute(1, 2, 0, 3)
+            return q, *torch.cat((past, kv), 2).unbind()
+        begin = chunk.end - T
         if type(cache) is KVCache:
             q = prompt_heads(*given, Places(cache=cache.kv, row=chunk.row), begin)
             return q, *cache.of_chunk(cache.kv, chunk).unbind()
@@ -173,8 +199,13 @@ class PromptLayer:
         q, kv = prompt_heads(*given, places, begin), places.kv.permute(1, 2, 0, 3)
         return q, *(kv if past is None else torch.cat((past, kv), 2)).unbind()
 
-    def run_ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A]."""
+    def run_ffn(
+        self, x: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A].
+
+        last: as of `Context`. Experts do not compute padding, whose y is any finite one.
+        """
         ffn = self.block.ffn
         if self.is_dense:
             hidden = activate_rows(project(ffn.w13, x), self.activation)
@@ -184,7 +215,7 @@ class PromptLayer:
         if not self.resident:
             return ffn.merge(x, ffn.experts(given, indices, weights)), indices, weights
         w13, w2 = self.w13, self.w2
-        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert)
+        order, places, group_ends = group_pairs(indices, ffn.experts.n_expert, last)
         results = dict(activation=self.activation, columns=w2.columns(given))
         columns = w13.columns(given)
         ordered = given if columns is None else gather_rows(given, None, 1, columns)
@@ -213,7 +244,7 @@ class PromptLayer:
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""
         x, h = self.add(0, x, self.attend(normed, context), self.block.ffn_norm)
-        y, *routing = self.run_ffn(h.flatten(0, 1))
+        y, *routing = self.run_ffn(h.flatten(0, 1), context.last)
         return *self.add(1, x, y, next_norm), *routing
 
 
@@ -236,10 +267,43 @@ class PromptRunner(EagerRunner):
         """Not with experts in host memory: they take what is free."""
         return bool(self.layers) and all(layer.resident for layer in self.layers.values())
 
+    def takes_positions(self, tokens: int, end: int) -> bool:
+        """Whether kernels take this many tokens of row 0 by their positions, up to `end`.
+
+        One graph then serves all positions: else a chat's later turns would never be replayed.
+        """
+        few = tokens <= MOST_TOKENS and end <= MOST_POSITIONS
+        return few and self.layers_take_positions and self.runs(self.model.embedding.weight)
+
+    @cached_property
+    def layers_take_positions(self) -> bool:
+        """Whether all layers do. Asking 48 of them takes the host 0.1 ms."""
+        layers = [self.layers.get(id(block)) for block in self.model.layers]
+        is_plain = type(self.model).begin is Transformer.begin
+        return is_plain and all(layer and layer.takes_positions for layer in layers)
+
+    def runs(self, like: Tensor) -> bool:
+        """Whether kernels run on the device of `like`, in its dtype."""
+        return like.element_size() == 2 and can_launch(like, *ALL_KERNELS)
+
     def takes(self, x: Tensor, context: Context) -> bool:
         """Whether kernels take a chunk x [1, T, D]."""
-        is_long = context.chunk is not None and x.shape[1] >= FEWEST
-        return is_long and x.element_size() == 2 and can_launch(x, *ALL_KERNELS)
+        is_chunk = context.chunk is not None or context.masks is None
+        return is_chunk and x.shape[1] >= FEWEST and self.runs(x)
+
+    def begin(self, model: Transformer, tokens: Tensor, span: Tensor | Chunk):
+        """A chunk at positions `span` has no masks."""
+        if isinstance(span, Chunk):
+            return super().begin(model, tokens, span)
+        x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
+        return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
+
+    def with_masks(self, context: Context) -> Context:
+        """Return the context of a chunk for a block that kernels do not compute."""
+        if context.chunk is not None:
+            return context
+        masks = {w: self.model.mask(context.positions, w) for w in self.model.windows}
+        return context._replace(masks=masks)
 
     def block(
         self, block: Block, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module
@@ -249,7 +313,7 @@ class PromptRunner(EagerRunner):
         def run(*arguments):
             if layer and self.takes(x, context):
                 return layer.forward(*arguments)
-            return block(*arguments)
+            return block(x, normed, self.with_masks(context), next_norm)
 
         return without_broken_kernels(run, x, normed, context, next_norm)
 

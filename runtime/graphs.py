@@ -98,6 +98,10 @@ class GraphCache:
         self.known[key] = self.capture(function, inputs)
         return outputs
 
+    def has(self, key: Hashable) -> bool:
+        """Whether a key is captured."""
+        return self.known.get(key) is not None
+
     def prepare(self, key: Hashable, function: Callable, *tensors: Tensor) -> None:
         """Capture a key before its first call. The function must be warmed up."""
         self.known[key] = self.capture(function, [tensor.clone() for tensor in tensors])

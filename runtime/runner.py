@@ -42,6 +42,10 @@ class EagerRunner(Runner):
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
 
+    def takes_positions(self, tokens: int, end: int) -> bool:
+        """Whether a chunk of a prompt may be one at positions, as `FusedRunner`'s short ones."""
+        return False
+
     def prompt_runner(self) -> "EagerRunner":
         """Return what runs the chunks of a long prompt."""
         return EagerRunner(self.model)

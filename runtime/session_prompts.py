@@ -3,6 +3,8 @@
 A prompt's prefix that a row has in its cache is not recomputed.
 """
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,6 +29,9 @@ from runtime.transfers import integers, send, sendable
 # Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
 # this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
 SHORT_MULTIPLE = 8
+# A chunk that one graph runs from any position on is padded to one of these. Experts do not compute
+# its padding.
+ANYWHERE_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
 # A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
 # one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
 # at most this number of the largest chunks.
@@ -34,6 +39,8 @@ MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
 LONG_CACHE_CHUNK = 8
+
+log = logging.getLogger("moe_fast")
 
 
 def short_chunk_sizes(
@@ -77,7 +84,8 @@ class Prompts(DecodeSteps):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         super().__init__(model, max_seq_len, options)
         self.graphs = GraphCache(self.device) if self.captures_prompts else None
-        self.between_layers: Callable[[], None] = lambda: None  # called within a long prompt
+        # Called between the layers of a prompt; None: nobody waits for it.
+        self.between_layers: Callable[[], None] | None = None
         # Launches what else is to be compiled ahead.
         self.launch_more: Callable[[FusedRunner], None] = lambda runner: None
         # Called with the position and the number of a chunk's tokens, after the chunk.
@@ -86,6 +94,7 @@ class Prompts(DecodeSteps):
         if self.captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
         self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
+        self.left = deque(ANYWHERE_CHUNKS)  # those that `capture_next` captures
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
@@ -140,7 +149,7 @@ class Prompts(DecodeSteps):
                 for _ in range(2):
                     with self.runner.warming_up():
                         self.run_short_numbers(numbers)
-                if self.captures_short(size):
+                if self.captures(size):
                     key = size, None, self.watch
                     self.graphs.prepare(key, self.run_short_numbers, numbers)
 
@@ -226,9 +235,11 @@ class Prompts(DecodeSteps):
                 logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
                 # Padding is overwritten before it is read.
-                padded = [*part, *[0] * self.padding(len(part))]
-                numbers = integers([row, 0, len(part) - 1, 0, *padded])
-                logits, *routing = self.run_chunk(numbers, start + len(padded))
+                padded = [*part, *[0] * self.padding(row, len(part), start)]
+                end = start + (Q := len(padded))
+                places = range(start, end) if self.runs_anywhere(row, Q, start) else ()
+                numbers = integers([row, 0, len(part) - 1, 0, *padded, *places])
+                logits, *routing = self.run_chunk(numbers, Q, end)
             start += len(part)
             yield logits, *(layers[:, len(part) - 1 : len(part)] for layers in routing)
             self.snapshots.take(row, start)
@@ -238,57 +249,95 @@ class Prompts(DecodeSteps):
         """Whether this many tokens of a row run as short chunks, which are captured for row 0."""
         return row == 0 and tokens <= MAX_SHORT_CHUNKS * max(self.short_chunks, default=0)
 
-    def short_chunk(self, tokens: int) -> int:
-        """Return the size of the short chunk for the next of these tokens: the smallest for all."""
-        return smallest_chunk(self.short_chunks, tokens)
-
     def chunk_size(self, row: int, tokens: int, chunk: int | None = None) -> int:
         """Return how many of a row's tokens run at once. chunk: the most that may."""
         chunk = chunk or self.prefill_chunk
-        return min(chunk, self.short_chunk(tokens)) if self.is_short(row, tokens) else chunk
+        if not self.is_short(row, tokens):
+            return chunk
+        return min(chunk, smallest_chunk(self.short_chunks, tokens))
 
-    def padding(self, tokens: int) -> int:
-        """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
-        short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
-        multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
-        return -tokens % multiple if self.pads else 0
+    def runs_anywhere(self, row: int, tokens: int, start: int) -> bool:
+        """Whether one graph runs a row's chunk of this many tokens from any position on.
 
-    def run_chunk(self, numbers: Tensor, end: int) -> tuple[Tensor, ...]:
-        """`run_model` on one chunk that ends before `end`, captured if it repeats.
-
-        numbers [4 + Q], on the host: its row, 0, the index of its last real token, 0, its tokens:
-        each part is aligned for vector loads. They are one tensor, since the host takes as long for
-        a copy as the GPU for a few kernels.
+        It runs in row 0, which a conversation has that runs alone, and cannot be interrupted. A
+        first turn has another, which takes in no pending tokens, and copies no ring: it runs
+        anywhere if that graph is there.
         """
-        Q, runner = len(numbers) - 4, self.prefill_runner
-        if self.batch > 1:
+        alone, end = row == 0 and self.between_layers is None, start + tokens
+        if not alone or end > self.cache_len or not self.captures(tokens):
+            return False
+        is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
+        return is_later and self.prefill_runner.takes_positions(tokens, end)
+
+    def capture_next(self) -> bool:
+        """Capture one of the chunks that run anywhere; return whether to go on with others.
+
+        A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot
+        be captured, for want of memory, is the last one; others are captured when they repeat.
+        """
+        if not self.left or self.cached[0]:
+            return False
+        size, self.watch = self.left.popleft(), False
+        start = max(0, min(size, self.cache_len - size))  # as of a later turn
+        numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
+        try:
+            for _ in range(2 if self.runs_anywhere(0, size, start) else 0):
+                self.run_chunk(numbers, size, start + size)
+            self.reset(0)
+        except RuntimeError as error:
+            self.left.clear()
+            log.warning("no more prompts are captured: %s", f"{error}\n".splitlines()[0])
+        return bool(self.left)
+
+    def padding(self, row: int, tokens: int, start: int) -> int:
+        """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
+        if not self.pads:
+            return 0
+        size = smallest_chunk(ANYWHERE_CHUNKS, tokens)
+        if tokens <= size and self.runs_anywhere(row, size, start):
+            return size - tokens
+        short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
+        return -tokens % (SHORT_MULTIPLE if short else PADDING_MULTIPLE)
+
+    def run_chunk(self, numbers: Tensor, Q: int, end: int) -> tuple[Tensor, ...]:
+        """`run_model` on one chunk of Q tokens that ends before `end`, captured if it repeats.
+
+        numbers, on the host: its row, 0, the index of its last real token, 0, its tokens, and if it
+        runs anywhere their positions: each part is aligned for vector loads. They are one tensor,
+        since the host takes as long for a copy as the GPU for a few kernels.
+        """
+        runner, anywhere = self.prefill_runner, len(numbers) > 4 + Q
+        if self.between_layers:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
-            row, last, tokens = numbers[:1], numbers[2:3], numbers[4:].unsqueeze(0)
+            row, last, tokens = numbers[:1], numbers[2:3], numbers[4 : 4 + Q].unsqueeze(0)
+            if anywhere:
+                return self.run_model(tokens, numbers[4 + Q :].unsqueeze(0), last, runner)
             if self.options.compile_prefill:  # views would recompile
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
-        # Beside other sequences, prompts are not captured: that takes longer than they may pause.
-        captures = self.batch == 1 and self.runner.can_capture(Q)
-        if self.graphs is None or not captures:
+        # A capture takes longer than others may pause: beside them a prompt has none, and in a
+        # batch only those that run anywhere have one.
+        if not self.captures(Q) or (self.batch > 1 and not anywhere):
             return run(send(numbers, self.device))
-        return self.graphs((Q, end, self.watch), run, sendable(numbers, self.device))
+        key = Q, "anywhere" if anywhere else end, self.watch
+        return self.graphs(key, run, sendable(numbers, self.device))
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
 
         last: the index of the last real token, -1 if none is.
         """
-        size, numbers = self.short_chunk(len(part)), self.short_numbers(part, last, start)
-        if not self.captures_short(size):
+        numbers = self.short_numbers(part, last, start)
+        if not self.captures(size := numbers.shape[1] // 2):
             return self.run_short_numbers(send(numbers, self.device))
         key, sent = (size, None, self.watch), sendable(numbers, self.device)
         return self.graphs(key, self.run_short_numbers, sent)
 
-    def captures_short(self, size: int) -> bool:
-        """Whether short chunks of this size are captured."""
+    def captures(self, size: int) -> bool:
+        """Whether chunks of this size are captured, those that are not short in a session alone."""
         return self.graphs is not None and self.runner.can_capture(size)
 
     def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
@@ -298,7 +347,7 @@ class Prompts(DecodeSteps):
         experts, and its keys and values are overwritten before they are read. All numbers are one
         tensor: the GPU waits for each copy.
         """
-        size = self.short_chunk(len(part))
+        size = smallest_chunk(self.short_chunks, len(part))
         padded = [*part, *[part[-1]] * (size - len(part))]
         return integers([*padded, *range(start, start + size), last]).unsqueeze(0)
 

@@ -272,12 +272,11 @@ class Decoder:
         self.batch = Batch(session, max_batch)
         if speculation:
             self.batch = DraftingBatch(speculation, max_batch)
-        if speculation and scheduler:
-            scheduler.prepare_next = speculation.captures.capture_next
         self.answers: dict[int, Answer] = {}  # by number
         self.by_sequence: dict[Running, Answer] = {}
         self.offloaded = offloaded_layers(session.model)
         if scheduler:
+            scheduler.prepare_next = self.batch.prepare_next
             scheduler.metrics.vllm.cache_usage = self.cache_usage
 
     def cache_usage(self) -> float:

@@ -148,14 +148,22 @@ def run_blocks(model: Transformer, found: Found, work: str, tokens: Tensor, span
 
 
 def run_prompt(model: Transformer, found: Found, count: int) -> None:
-    """Run each layer that has a prompt's kernels on a chunk of this many tokens."""
-    x, normed, context = model.begin(ids(1, count), Chunk(ids(1), count))
+    """Run each layer that has a prompt's kernels on a chunk of this many tokens, and on tokens at
+    positions.
+    """
     runner = PromptRunner(
         model, {id(block): layer for block, layer in fused_layers(model).items()}, None
     )
-    for number, layer in enumerate(runner.layers.values()):
-        run = partial(layer.forward, x, normed, context, model.norm)
-        note(found, f"chunk of {count}, layer {number}", run)
+    spans: list[Chunk | Tensor] = [Chunk(ids(1), count)]
+    if runner.takes_positions(SHORT, 2 * SHORT):
+        spans.append(ids(1, count))
+    for span in spans:
+        x, normed, context = runner.begin(model, ids(1, count), span)
+        context = context._replace(last=ids(1))
+        work = f"chunk of {count}" if isinstance(span, Chunk) else f"{count} tokens at positions"
+        for number, layer in enumerate(runner.layers.values()):
+            run = partial(layer.forward, x, normed, context, model.norm)
+            note(found, f"{work}, layer {number}", run)
 
 
 def pass_state(model: Transformer, rows: int) -> StepState:

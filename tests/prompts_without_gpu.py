@@ -4,11 +4,12 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from formats import FORMATS
 from formats.packed import column_order
 from formats.quantizer import pack_weight
-from model import Chunk, group_by_expert, rope_frequencies, rope_table
+from model import Chunk, KVCache, group_by_expert, rope_frequencies, rope_table
 from offload.runner import FusedOffloadRunner
 from ops.attention.gqa import AttentionSettings
 from ops.attention.prompts import Places, attend_prompt, prompt_heads
@@ -25,18 +26,29 @@ from tests.offload_without_gpu import offload_model
 
 
 def prompt_errors(
-    family: str, format: str, layers: int, device: str = "cpu", slots: int = 0, **changes
+    family: str,
+    format: str,
+    layers: int,
+    device: str = "cpu",
+    slots: int = 0,
+    positions: bool = False,
+    padding: int = 0,
+    **changes,
 ) -> dict[str, float]:
     """Compare two chunks of a prompt by `PromptRunner` with plain ones: logits, and caches.
 
     layers: how many of the model have kernels. device: on a CPU Triton's interpreter runs them.
-    slots: of offloaded experts, with `PromptRunner`; 0: they are resident.
+    slots: of offloaded experts, with `PromptRunner`; 0: they are resident. positions: its chunks
+    are tokens at positions. padding: tokens behind each of its chunks.
     """
     model, found = small_model(family, format, **changes).to(device), []
+    model.setup_cache(1, 256)  # a window's is a ring
     with ExitStack() as stack:
         if device == "cpu":
-            takes = lambda self, x, context: context.chunk is not None  # noqa: E731
+            takes = lambda self, x, context: True  # noqa: E731
             stack.enter_context(mock.patch.object(PromptRunner, "takes", takes))
+            torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+            stack.callback(torch.use_deterministic_algorithms, False)
             stack.enter_context(as_on_a_gpu())
         for by_kernels in (False, True):
             for state in model.states:
@@ -49,12 +61,24 @@ def prompt_errors(
                 fused = {id(block): layer for block, layer in fused_layers(model, make).items()}
                 runner = PromptRunner(model, fused, None)
                 assert len(runner.layers) == layers
+                own = runner.layers.values()
+                assert not positions or all(layer.takes_positions for layer in own)
             logits, row = [], torch.tensor([0], device=device)
             # On a GPU dense packed weights of the second chunk are unpacked (MANY_ROWS).
             for begin, end in ((0, 40), (40, 73 if device == "cpu" else 121)):
                 tokens = torch.arange(begin, end, device=device).unsqueeze(0) * 7 % 32
-                options = dict(all_positions=True, runner=runner)
-                logits.append(model(tokens, Chunk(row, end), **options)[0])
+                options, count = dict(all_positions=True, runner=runner), end - begin
+                behind = padding if by_kernels else 0
+                if behind:
+                    tokens = F.pad(tokens, (0, behind))
+                    options["last"] = row + count - 1
+                span = Chunk(row, end + behind)
+                if by_kernels and positions:
+                    span = torch.arange(begin, end + behind, device=device).unsqueeze(0)
+                logits.append(model(tokens, span, **options)[0, :count])
+            for state in model.states if padding else ():
+                if type(state) is KVCache:  # later tokens replace padding
+                    state.kv[..., end:, :] = 0
             buffers = [buffer.float() for state in model.states for buffer in state.buffers()]
             found.append((torch.cat(logits), [buffer.clone() for buffer in buffers]))
     (want, states), (got, own) = found
@@ -108,12 +132,19 @@ def unpacking_error(
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def groups_pairs(tokens: int, active: int, n_expert: int) -> bool:
-    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair."""
+def groups_pairs(tokens: int, active: int, n_expert: int, padding: int = 0) -> bool:
+    """Whether `group_pairs` is `group_by_expert`, where the last expert has no pair.
+
+    padding: how many of the tokens are some. Their pairs are rows of no expert, in their order,
+    and are read from row 0.
+    """
     scores = torch.randn(tokens, n_expert - 1)
-    indices = scores.topk(active).indices
-    found = group_pairs(indices, n_expert)
-    return all(a.equal(b) for a, b in zip(found, group_by_expert(indices, n_expert), strict=True))
+    indices, real = scores.topk(active).indices, tokens - padding
+    found = group_pairs(indices, n_expert, torch.tensor([real - 1]) if padding else None)
+    order, places, ends = group_by_expert(indices[:real], n_expert)
+    rest = torch.arange(real * active, tokens * active)
+    want = torch.cat((order, rest)), torch.cat((places, 0 * rest)), ends
+    return all(map(torch.equal, found, (t.int() for t in want)))
 
 
 def product_error(format: str, tile: PromptTile, activation: Activation | None = None) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_sequence_state import KINDS, make_model
+from test_session import as_if_captured
 
 from runtime.batch import SHARED_CHUNK, STEPPED_PROMPT, Batch, step_sizes
 from runtime.logit_edits import edit_logits, make_edit_state, mask_logits, mask_words, set_edits
@@ -111,6 +112,27 @@ def test_a_step_that_fails_within_a_prompt_ends_all_sequences():
     assert batch.count == 0 and batch.session.cached[1] == 0
     requests, _ = random_requests(12, 4)
     assert run(batch, requests) == answers_alone("plain", requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_alone_take_graphs_of_all_positions(kind):
+    """As on a GPU, in row 0. Beside others, a prompt is interrupted and has none."""
+    requests = [([7 * n % 60 for n in range(k)], 4, GREEDY) for k in (10, 14, 30)]
+    requests.append(([3 * n % 50 for n in range(40)], 4, GREEDY))  # another conversation
+    session = make_session(kind, rows=3)
+    graphs, batch = as_if_captured(session), Batch(session)
+    while batch.prepare_next():
+        pass
+    # The first turn's graph is there after one call, and longer ones do not fit.
+    assert set(graphs.keys) == {(64, "anywhere", False), (128, 128, False)}
+    assert session.cached[0] == 0
+    graphs.keys.clear()
+    for request in requests:  # the second one's last tokens run in steps
+        assert run(batch, [request]) == answers_alone(kind, [request])
+    assert graphs.keys == [(64, "anywhere", False)] * 3
+    assert run(batch, requests) == answers_alone(kind, requests)
+    assert len(graphs.keys) == 3
+    assert run(batch, requests[::-1], [0, 1, 2]) == answers_alone(kind, requests[::-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -677,6 +677,26 @@ def test_a_captured_prompt_has_the_bits_of_an_eager_one():
         assert all(map(found[0].equal, found[1:]))
 
 
+@pytest.mark.parametrize("arch", ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-20b"))
+def test_turns_of_a_chat_replay_one_graph(arch):
+    """Longer ones than short prompts: from any position, as chunks whose end the host knows."""
+    args, found = first_layers(architecture(arch), 4), []
+    model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
+    prompts = [random_prompt(args, length) for length in (200, 230, 250, 194)]
+    for by_position in (False, True):
+        session = Session(model, 2048, SessionOptions(compile=True, runner_class=FusedRunner))
+        if not by_position:
+            session.prefill_runner.takes_positions = lambda *_: False
+        start = 0
+        for ids in prompts:
+            *_, (logits, *_) = session.prefill(0, ids, start)
+            found.append(logits.float())
+            start += len(ids)
+    assert [key for key, run in session.graphs.known.items() if run] == [(256, "anywhere", False)]
+    for want, got in zip(found[:4], found[4:], strict=True):
+        assert (got - want).norm() < 0.03 * want.norm()
+
+
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))
 def test_short_prompts_replay_one_graph(name, make_family):
     """Of any length, from any position."""
@@ -1266,8 +1286,17 @@ def test_one_token_of_a_delta_layer(last):
 )
 def test_a_long_prompt_by_kernels_is_the_plain_one(family, format, layers):
     for dense in (False, True):
-        found = prompt_errors(family, format, 1 if dense else layers, "cuda", dense=dense)
-        assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+        count, options = 1 if dense else layers, dict(dense=dense)
+        for padding in (0, 7):
+            found = prompt_errors(family, format, count, "cuda", padding=padding, **options)
+            assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
+@pytest.mark.parametrize("family", ("qwen3_moe", "olmoe", "qwen2_moe", "qwen3_next", "gpt_oss"))
+def test_chunks_at_positions_by_kernels_are_the_plain_ones(family):
+    layers = 2 if family == "qwen3_next" else 1
+    found = prompt_errors(family, "int4", layers, "cuda", positions=True, padding=7)
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
 
 
 @torch.no_grad()

@@ -683,6 +683,50 @@ def test_short_prompts_run_as_steps_of_many_tokens(model, count, sizes):
         assert session.details[0].logprob == pytest.approx(detail.logprob, abs=1e-4)
 
 
+class CalledGraphs:
+    """A GraphCache that captures nothing, and notes the keys of its calls."""
+
+    def __init__(self) -> None:
+        self.keys, self.known = [], set()
+
+    def __call__(self, key, function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.keys.append(key)
+        self.known.add(key)
+        return function(*tensors)
+
+    def has(self, key) -> bool:
+        return key in self.known
+
+
+def as_if_captured(session: Session) -> CalledGraphs:
+    """Let prompts run as those of a captured session on a GPU, by positions, too."""
+    session.graphs, session.pads, session.short_chunks = CalledGraphs(), True, ()
+    session.runner.can_capture = lambda tokens: True
+    session.prefill_runner.takes_positions = lambda tokens, end: True
+    return session.graphs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_graph_runs_turns_of_every_family_at_all_positions(name, make_family):
+    """As a captured session runs the turns of a chat, each with padding."""
+    model = load_model(make_family(name).directory, "cpu", torch.float32)
+    text = [(37 * n + 11) % 150 for n in range(127)]
+    turns = (0, 30), (30, 60), (60, 64), (64, 115), (115, 127)
+
+    def logits(session: Session) -> list[Tensor]:
+        return [next(session.prefill(0, text[a:b], a))[0] for a, b in turns]
+
+    want, session = logits(open_session(model, 128)), open_session(model, 128)
+    graphs = as_if_captured(session)
+    later = [(64, "anywhere", False)] * 4
+    for first in ((32, 32, False), (64, "anywhere", False)):  # the graph is there by then
+        for got, expected in zip(logits(session), want, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+        assert graphs.keys == [first, *later]
+        graphs.keys.clear()
+        session.reset()
+
+
 @pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_short_prompts_of_every_family(name, sizes, make_family):
@@ -847,8 +891,13 @@ def test_short_prompts_compiled(model):
 def test_short_captured_prompts_get_little_padding(model, monkeypatch):
     """Padding chooses experts, too. Compiled prompts take more, so that all take one branch."""
     session = open_session(model, 128)
-    assert [session.padding(tokens) for tokens in (1, 5, 100)] == [0, 0, 0]
+    assert [session.padding(0, tokens, 0) for tokens in (1, 5, 100)] == [0, 0, 0]
     session.pads = True  # as on a GPU
-    assert [session.padding(tokens) for tokens in (1, 5, 8, 60, 65, 128)] == [7, 3, 0, 4, 63, 0]
+    found = [session.padding(0, tokens, 0) for tokens in (1, 5, 8, 60, 65, 128)]
+    assert found == [7, 3, 0, 4, 63, 0]
     session = open_session(model, 128, compile_prefill=True)
-    assert [session.padding(tokens) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
+    assert [session.padding(0, tokens, 0) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
+    session = open_session(model, 256)
+    as_if_captured(session)
+    # Of a size that has a graph; but none behind the cache, where its first positions are.
+    assert [session.padding(0, 130, start) for start in (1, 64, 65, 126)] == [126, 126, 62, 62]

@@ -156,6 +156,15 @@ def test_two_chunks_of_a_long_prompt(family, format, layers):
 
 
 @pytest.mark.parametrize(
+    ("family", "positions"), (("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True))
+)
+def test_chunks_with_padding(family, positions):
+    """No expert computes padding, and it changes nothing; also of a chunk at positions."""
+    found = prompt_errors(family, FORMAT, 1, positions=positions, padding=7)
+    assert found["logits"] < 3e-3 and found["states"] < 2e-3, found
+
+
+@pytest.mark.parametrize(
     ("family", "format", "slots"),
     (
         ("gpt_oss", "mxfp4", 3),
@@ -223,15 +232,17 @@ def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "active", "n_expert"),
+    ("tokens", "active", "n_expert", "padding"),
     (
-        (33, 1, 3),
-        (700, 8, 300),  # 44 chunks, whose counts are read in three parts; 32 pairs at once
-        pytest.param(33000, 2, 4, marks=pytest.mark.slow),  # chunks of more than 128 pairs
+        (33, 1, 3, 0),
+        (33, 1, 3, 32),
+        (700, 8, 300, 0),  # 44 chunks, whose counts are read in three parts; 32 pairs at once
+        (700, 8, 300, 77),
+        pytest.param(33000, 2, 4, 0, marks=pytest.mark.slow),  # chunks of more than 128 pairs
     ),
 )
-def test_pairs_are_grouped_by_expert(tokens, active, n_expert):
-    assert groups_pairs(tokens, active, n_expert)
+def test_pairs_are_grouped_by_expert(tokens, active, n_expert, padding):
+    assert groups_pairs(tokens, active, n_expert, padding)
 
 
 @pytest.mark.parametrize(

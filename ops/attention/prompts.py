@@ -34,9 +34,11 @@ class Places(NamedTuple):
 
     kv: Tensor | None = None  # [T, 2, K, C]
     cache: Tensor | None = None  # [2, B, K, S, C]: position p is in slot p % S
-    row: Tensor | None = None  # int64 [1], of the cache
+    row: Tensor | None = None  # int64 [1], of the cache; None: the first
     # int64 [1]: the last token that the cache gets. None: it gets all.
     last: Tensor | None = None
+    # int64 [1]: the first token's position. None: an argument of the kernel.
+    begin: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ def _store(value, head, c, part: tl.constexpr, token, begin, places, s: tl.const
             last = tl.load(places.last).to(tl.int32)
         n = tl.zeros_like(head) + token  # Triton's interpreter takes no scalar in a mask
         exists = (head < K) & (n >= tl.num_programs(0) - s.slots) & (n <= last)
-        place = ((part * s.sequences + tl.load(places.row)) * K + head) * s.slots
+        row = 0
+        if places.row is not None:
+            row = tl.load(places.row)
+        place = ((part * s.sequences + row) * K + head).to(tl.int64) * s.slots
         at = places.cache + (place + (begin + token) % s.slots) * C + c
         tl.store(at, value.to(at.dtype.element_ty), mask=exists)
 
@@ -89,6 +94,8 @@ def prepare_heads(qkv, rope, weights, q, places, begin, s: tl.constexpr):
     C: tl.constexpr = a.head_dim
     H: tl.constexpr = a.heads
     token, m = tl.program_id(0), tl.arange(0, s.rows)[:, None]
+    if places.begin is not None:
+        begin = tl.load(places.begin).to(tl.int32)
     c = tl.arange(0, C)[None, :]
     x = qkv + token.to(tl.int64) * a.projected
     rotation = load_rotation(rope, token, c, C, a.rotary_dim, s.rope_width, a.rope_begin)
@@ -148,16 +155,18 @@ class PromptAttention:
     window: int | None  # positions that a query sees, its own included
     queries: int  # M
     positions: int  # N
+    ring: bool = False  # the first keys may be none: those before position 0
     log2_e: float = LOG2_E
 
     scale = property(lambda s: s.head_dim**-0.5 * LOG2_E)  # of scores, for exponents of two
 
 
 @jit
-def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.constexpr):
+def _attend_keys(state, q, kv, row, first, begin, end, MASKED: tl.constexpr, s: tl.constexpr):
     """Add the keys from `begin` to `end` to a softmax: sums [M, C], largest and total [M].
 
-    row: positions of the queries q [M, C]. MASKED: some query does not see some of the keys.
+    row: positions of the queries q [M, C]. first: of a ring, the first key that there is. MASKED:
+    some query does not see some of the keys.
     """
     sums, largest, total = state
     k, v, stride = kv
@@ -173,6 +182,8 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
             seen = distance >= 0
             if s.window is not None:
                 seen &= distance < s.window
+            if s.ring:
+                seen &= (key >= first)[None, :]
             # Not -inf: rows that see none of these keys would be NaN. Their own key, which comes
             # later, makes what they add here 0.
             scores = tl.where(seen, scores, -1e30)
@@ -189,8 +200,14 @@ def _attend_keys(state, q, kv, row, begin, end, MASKED: tl.constexpr, s: tl.cons
 
 # Grid [Q / M, H]: the last queries, which see most keys, are first.
 @jit
-def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
+def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.constexpr):
     M: tl.constexpr = s.queries
+    none = 0  # keys before those that there are
+    if begin is not None:
+        if s.ring:
+            none = tl.maximum(S - Q - tl.load(begin).to(tl.int32), 0)
+        else:
+            S = tl.load(begin).to(tl.int32) + Q
     first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
     query, c = first + tl.arange(0, M), tl.arange(0, s.head_dim)
     row = S - Q + query
@@ -206,11 +223,11 @@ def _attend_prompt(q, k, v, sinks, y, Q, S, k_stride, stride, s: tl.constexpr):
     before, end = S - Q + first, tl.minimum(S, S - Q + first + M)
     if s.window is None:
         diagonal = before // s.positions * s.positions  # all queries see the keys before
-        state = _attend_keys(state, own, kv, row, 0, diagonal, False, s)
-        state = _attend_keys(state, own, kv, row, diagonal, end, True, s)
+        state = _attend_keys(state, own, kv, row, none, 0, diagonal, False, s)
+        state = _attend_keys(state, own, kv, row, none, diagonal, end, True, s)
     else:
-        begin = tl.maximum(before - s.window + 1, 0) // s.positions * s.positions
-        state = _attend_keys(state, own, kv, row, begin, end, True, s)
+        oldest = tl.maximum(before - s.window + 1, none) // s.positions * s.positions
+        state = _attend_keys(state, own, kv, row, none, oldest, end, True, s)
     sums, largest, total = state
     result = sums / total[:, None]
     tl.store(y + place, result.to(y.dtype.element_ty), mask=(query < Q)[:, None])
@@ -226,19 +243,30 @@ def attends_prompt(q: Tensor, S: int, window: int | None, sinks: Tensor | None) 
 
 
 def attend_prompt(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    begin: Tensor | None = None,
+    ring: bool = False,
 ) -> Tensor:
-    """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C]."""
+    """`attend_chunk`: q [Q, H, C], last positions of k and v [K, S, C], sinks [H] -> [Q, H * C].
+
+    begin int64 [1]: the first query's position, if the host does not know it. Then k and v are a
+    whole cache, from position 0 on. ring: they are those of `attend_chunk`, but keys before
+    position 0 are none.
+    """
     (Q, H, C), (K, S, _) = q.shape, k.shape
     check_shapes(k=(k, (K, S, C)), v=(v, (K, S, C)))
     if k.stride() != v.stride() or k.stride(2) != 1:
         k, v = k.contiguous(), v.contiguous()
     y = q.new_empty(Q, H * C)
     candidates = (
-        (PromptAttention(H, K, C, window, M, N), dict(warps=warps, stages=stages))
+        (PromptAttention(H, K, C, window, M, N, ring), dict(warps=warps, stages=stages))
         for M, N, warps, stages in (TILES[2:] if Q <= SHORT else TILES)
     )
-    given = q.contiguous(), k, v, sinks, y, Q, S, k.stride(0), k.stride(1)
+    given = q.contiguous(), k, v, sinks, y, begin, Q, S, k.stride(0), k.stride(1)
     s, options = fit(_attend_prompt, candidates, *given)
     launch(_attend_prompt, (triton.cdiv(Q, s.queries), H), *given, settings=s, **options)
     return y

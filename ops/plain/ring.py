@@ -105,11 +105,17 @@ def _(ring: Tensor, kv: Tensor, row: Tensor, end: int, last: Tensor | None) -> T
     return ring.new_empty(ring.shape[0], ring.shape[2], past + kv.shape[1], ring.shape[4])
 
 
-def past_of_chunk(ring: Tensor, row: Tensor, begin: int) -> Tensor:
-    """Return what a ring has of the window before position `begin`, or more: [2, K, N, C]."""
+def past_of_chunk(ring: Tensor, row: Tensor | None, begin: int | Tensor) -> Tensor:
+    """Return what a ring has of the window before position `begin`, or more: [2, K, N, C].
+
+    row int64 [1]; None: the first. begin int64 [1] is not known by the host: then N is always the
+    same, and positions before 0 are any.
+    """
     R = ring.shape[3]
-    slots = torch.arange(begin - min(begin, R - RING_SPARE), begin, device=ring.device) % R
-    return ring.index_select(1, row).squeeze(1).index_select(2, slots)
+    count = R - RING_SPARE if isinstance(begin, Tensor) else min(begin, R - RING_SPARE)
+    slots = (begin + torch.arange(-count, 0, device=ring.device)) % R
+    own = ring[:, 0] if row is None else ring.index_select(1, row).squeeze(1)
+    return own.index_select(2, slots)
 
 
 def store(ring: Tensor, kv: Tensor, rows: Tensor, positions: Tensor, last: Tensor | None) -> None:

@@ -26,6 +26,7 @@ class GroupSettings:
     """What `_count_pairs` and `_group_pairs` are compiled for."""
 
     E: int  # experts
+    active: int  # A
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
 
@@ -47,21 +48,30 @@ class RowSettings:
     padded = property(lambda s: triton.next_power_of_2(s.width))
 
 
+@jit
+def _count_real(last, N, s: tl.constexpr):
+    """Return how many of N pairs are those of real tokens: padding has the last ones."""
+    if last is not None:
+        N = tl.minimum(N, (tl.maximum(tl.load(last).to(tl.int32), 0) + 1) * s.active)
+    return N
+
+
 # Grid [chunks]: a program counts how many pairs of its chunk each expert has.
 @jit
-def _count_pairs(indices, counts, N, s: tl.constexpr):
-    chunk = tl.program_id(0)
+def _count_pairs(indices, counts, last, N, s: tl.constexpr):
+    chunk, real = tl.program_id(0), _count_real(last, N, s)
     pair, expert = chunk * s.chunk + tl.arange(0, s.chunk), tl.arange(0, s.bins)
-    chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
-    found = tl.histogram(chosen, s.bins, pair < N)
+    chosen = tl.load(indices + pair, mask=pair < real, other=0).to(tl.int32)
+    found = tl.histogram(chosen, s.bins, pair < real)
     tl.store(counts + chunk * s.E + expert, found, mask=expert < s.E)
 
 
 # Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
-# all pairs of earlier experts, and its own of earlier chunks.
+# all pairs of earlier experts, and its own of earlier chunks. Pairs of padding come last, in no
+# expert's rows. Nothing computes those, so padding sums results of row 0: they are finite.
 @jit
-def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr):
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+def _group_pairs(indices, counts, last, order, places, group_ends, N, s: tl.constexpr):
+    chunk, chunks, real = tl.program_id(0), tl.num_programs(0), _count_real(last, N, s)
     expert, n = tl.arange(0, s.bins), tl.arange(0, s.rows)
     total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
     for start in range(0, chunks, s.parts):
@@ -76,13 +86,16 @@ def _group_pairs(indices, counts, order, places, group_ends, N, s: tl.constexpr)
     next_rows = ends - total + earlier
     for start in range(0, s.chunk, s.rows):
         pair = chunk * s.chunk + start + n
-        chosen = tl.load(indices + pair, mask=pair < N, other=0).to(tl.int32)
+        chosen = tl.load(indices + pair, mask=pair < real, other=0).to(tl.int32)
         # Summed along the axis of which a lane has many numbers: no shuffles.
         before = (chosen[:, None] == chosen[None, :]) & (n[:, None] < n[None, :])
         place = tl.gather(next_rows, chosen, 0) + tl.sum(before.to(tl.int32), 0)
-        tl.store(order + place, pair, mask=pair < N)
-        tl.store(places + pair, place, mask=pair < N)
-        next_rows += tl.histogram(chosen, s.bins, pair < N)
+        if last is not None:
+            tl.store(order + pair, pair, mask=(pair >= real) & (pair < N))
+            tl.store(places + pair, 0, mask=(pair >= real) & (pair < N))
+        tl.store(order + place, pair, mask=pair < real)
+        tl.store(places + pair, place, mask=pair < real)
+        next_rows += tl.histogram(chosen, s.bins, pair < real)
 
 
 # Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
@@ -152,22 +165,26 @@ def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.
     tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
 
 
-def group_pairs(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_pairs(
+    experts: Tensor, n_expert: int, last: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert: int64 [T, A] -> order, places [N], group_ends [n_expert], all int32.
 
     order: the pair of each row, places: the row of each pair. The reference is
-    `model.group_by_expert`.
+    `model.group_by_expert`. last [1]: the last token that is no padding; None: all are real. No
+    expert computes rows of padding.
     """
-    N, experts = experts.numel(), experts.contiguous()
-    s = GroupSettings(n_expert, max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS))))
+    N, active, experts = experts.numel(), experts.shape[1], experts.contiguous()
+    chunk = max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS)))
+    s = GroupSettings(n_expert, active, chunk)
     chunks = triton.cdiv(N, s.chunk)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
     counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
     options = dict(settings=s, warps=8)
     found = order, places, group_ends
-    launch(_count_pairs, (chunks,), experts, counts, N, **options)
-    launch(_group_pairs, (chunks,), experts, counts, *found, N, **options)
+    launch(_count_pairs, (chunks,), experts, counts, last, N, **options)
+    launch(_group_pairs, (chunks,), experts, counts, last, *found, N, **options)
     return found
 
 
