@@ -203,9 +203,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 def unit_order(weight: Weight) -> UnitOrder | None:
     """Return the order of x for the products of a weight; None: x remains as it is."""
-    if weight.kind in ("int8", "fp8", "int4", "mxfp4") and words_of_lane(weight) == 4:
-        return UnitOrder(weight.fields, weight.run)
-    return None
+    if weight.kind == "bf16" or weight.two_bits:
+        return None
+    return UnitOrder(weight.fields, weight.run, words_of_lane(weight), weight.kind == "q6_k")
 
 
 def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = False) -> dict:

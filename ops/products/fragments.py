@@ -164,7 +164,7 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         lane = lane[:, None]
     own, word = _rows_and_words(lane, row, step, LAST, s)
     if s.gguf:
-        tile = tile + _load_gguf_scales(weights, row + own, step * s.step_words + word, s)
+        tile = tile + _load_gguf_scales(weights, first, own, word, step, MORE, s)
         if s.sharing > 0:
             own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
             rows, word = row + own, step * s.step_words + word
@@ -222,11 +222,19 @@ def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: t
 
 
 @jit
-def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
-    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any."""
-    scale = tl.load(weights.scale + (rows * (s.words // s.run) + word // s.run))
+def _load_gguf_scales(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any.
+
+    As `_load_group_scales`. A step has whole groups; its words share one `step`, or it has whole
+    blocks.
+    """
+    EACH: tl.constexpr = s.words // s.run
+    of_lane, begin = own * EACH + word // s.run, step * (s.step_words // s.run)
+    scale = tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin))
     if weights.step is not None:
-        return scale, tl.load(weights.step + (rows * (s.words // 32) + word // 32))
+        BLOCKS: tl.constexpr = s.words // 32
+        of_lane, begin = own * BLOCKS + word // 32, step * s.step_words // 32
+        return scale, tl.load(_address(weights.step, first, BLOCKS, of_lane, MORE, begin))
     else:
         return (scale,)
 
@@ -249,6 +257,17 @@ def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
         return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
+
+
+@jit
+def _beside(first, second):
+    """Join two fields -> [..., 2]. With tl.join a product of Triton 3.6 takes other fragments.
+
+    Their kWidth is 4, not 2: both operands would change lanes in each step.
+    """
+    shape: tl.constexpr = [first.numel, 1]
+    is_second = tl.arange(0, 2)[None, :] == 1
+    return tl.where(is_second, tl.reshape(second, shape), tl.reshape(first, shape))
 
 
 @jit
@@ -331,7 +350,7 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
     NEXT: tl.constexpr = 2 if s.halves else 1
     numbers = decode(units, factor, K, s.kind, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
+        numbers = _beside(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
     return _weight_fragments(numbers, s)
 
 
@@ -359,14 +378,17 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
+def _add_scaled(before, tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
+    """Return `before` plus a step's sums times their group's scale, less zeros. K: as of `halves`.
+
+    Products are added one by one, so that each addition is a part of an fma.
+    """
     if s.kind == "q6_k":
-        return total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
+        return before + total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
     elif s.kind == "q4_k" or s.kind == "q5_k":
         factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
-        return total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
+        return before + total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
     else:
         factor = tile[1].to(tl.float32)
         if s.kind == "hqq":
@@ -378,7 +400,7 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
             total = total - x_sums * _row_factors(zero - 8.0, s)
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
-        return total * _row_factors(factor, s)
+        return before + total * _row_factors(factor, s)
 
 
 @jit
@@ -398,7 +420,7 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
         sums = [_zeros(s) for _ in tiles]
     factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
     for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
-        part = tl.join(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
+        part = _beside(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
         tokens = token_fragments(part, s)
         if s.has_zeros:
             x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
@@ -407,12 +429,12 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
             for n in s.products
         ]
         if s.halves:
-            totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
+            totals = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, k, s) for n in s.products]
             sums = [_zeros(s) for _ in tiles]
     if s.halves:
         sums = totals
     elif s.step_scaled:
-        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
+        sums = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, 0, s) for n in s.products]
     return sums
 
 
