@@ -16,7 +16,7 @@ from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
-from ops.products.weights import GGUF, Weight, WeightTensors
+from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
@@ -98,7 +98,12 @@ class FewTiles:
 
 
 def words_of_lane(weight: Weight) -> int:
-    """Return the words that a lane loads at once, so that four lanes' are within a group."""
+    """Return the words that a lane loads at once.
+
+    Four lanes' are within a group, but for scales that are multiplied as digits.
+    """
+    if weight.kind in DIGITS and weight.tensors.step is not None:
+        return 4
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or those of e2m1; two bits: numbers have their scales
     return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
