@@ -16,7 +16,7 @@ from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
-from ops.products.weights import GGUF, Weight, WeightTensors
+from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
@@ -98,10 +98,26 @@ class FewTiles:
 
 
 def words_of_lane(weight: Weight) -> int:
-    """Return the words that a lane loads at once, so that four lanes' are within a group."""
+    """Return the words that a lane loads at once.
+
+    Four lanes' are within a group, but for scales that are multiplied as digits.
+    """
+    if has_digits(weight):
+        return 4
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or those of e2m1; two bits: numbers have their scales
     return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
+
+
+def has_digits(weight: Weight) -> bool:
+    """Whether scales are multiplied as digits: integers, which a `step` multiplies."""
+    return weight.kind in DIGITS and weight.tensors.step is not None
+
+
+def registers_of_step(weight: Weight) -> int:
+    """Return the registers that hold a step of 16 rows: codes; scales, too, if each lane has some."""
+    above = {"q5_k": 2, "q6_k": 4}.get(weight.kind, 0)
+    return 2 * words_of_lane(weight) + (4 + above if has_digits(weight) else 0)
 
 
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
@@ -135,14 +151,18 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
             return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
         if narrow:
             return FewTiles(16, 8, 2, size)
+        if has_digits(weight):
+            return FewTiles(16, 8, 1, size, x_depth=1)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
     if weight.out < 64 * weight.multiprocessors and (weight.fields >= 8 or weight.kind == "bf16"):
         return choose_small_tiles(weight)
+    if has_many_rows(weight) and has_digits(weight):
+        return FewTiles(32, 4, 1, x_depth=1, loop=True)
     if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
         return FewTiles(64, 4, 1, x_depth=1)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
-    return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
+    return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
 
 
 def choose_small_tiles(weight: Weight) -> FewTiles:
@@ -150,7 +170,7 @@ def choose_small_tiles(weight: Weight) -> FewTiles:
 
     All weights are in flight, in as few warps as hold them; of longer rows as many as possible.
     """
-    each = 2 * words_of_lane(weight)  # registers of a step
+    each = registers_of_step(weight)
     most = MOST_OF_BF16 if weight.kind == "bf16" else MOST_REGISTERS
     found = []
     for warps, registers in most.items():

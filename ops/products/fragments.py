@@ -29,12 +29,17 @@ from ops.products.pipeline import replace
 from ops.products.units import (
     decode,
     e2m1_factor,
+    half,
     hqq_offset,
     pair_factors,
     scale_and_min,
+    scale_digits,
+    scaled_code,
+    shift_right,
     signed_byte,
+    small_number,
 )
-from ops.products.weights import GGUF, Codes
+from ops.products.weights import DIGITS, GGUF, Codes
 
 TILE = 8  # tokens of a tensor core's instruction
 UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
@@ -84,6 +89,9 @@ class FewSettings(Codes):
     halves = property(lambda s: s.kind == "q6_k")
     # Whether pairs of mxfp4's scales are of one row, and begin at an even quad of each step.
     whole_pairs = property(lambda s: s.kind == "mxfp4" and s.words % 8 == s.step_words % 8 == 0)
+    # Digits of a scale, each of which multiplies the codes; 0: the scale multiplies sums.
+    digits = property(lambda s: DIGITS.get(s.kind, 0) if s.vec == 4 else 0)
+    radix = property(lambda s: {"q6_k": 16, "iq4": 4}.get(s.kind, 8))
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
@@ -165,7 +173,9 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
     own, word = _rows_and_words(lane, row, step, LAST, s)
     if s.gguf:
         tile = tile + _load_gguf_scales(weights, first, own, word, step, MORE, s)
-        if s.sharing > 0:
+        if s.digits > 0 and s.sharing > 0:
+            tile = tile + _load_above(weights, first, row, step, LAST, MORE, s)
+        elif s.sharing > 0:
             own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
             rows, word = row + own, step * s.step_words + word
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
@@ -219,6 +229,20 @@ def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: t
     if s.half_quadratic and weights.zero_step is not None:
         found = found + (tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows))
     return found
+
+
+@jit
+def _load_above(weights, first, row, step, LAST: tl.constexpr, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the bits above the codes of each lane's quad, in one load."""
+    COUNT: tl.constexpr = 8 // s.sharing  # units of a quad
+    EACH: tl.constexpr = 2 * s.words // s.sharing
+    at = tl.arange(0, s.rows * s.warps * 4 * COUNT)[:, None]
+    own, word = _rows_and_words(at // COUNT, row, step, LAST, s)
+    of_lane = own * EACH + word // s.sharing * 2 + at % COUNT
+    begin = step * (s.step_words * 2 // s.sharing)
+    units = _address(weights.high, first, EACH, of_lane, MORE, begin)
+    units = tl.max_contiguous(tl.multiple_of(units, (2 * COUNT, 1)), (COUNT, 1))
+    return (tl.load(units),)
 
 
 @jit
@@ -326,11 +350,10 @@ def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def _pair_factors(pairs, s: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat a pair of nvfp4's scales a lane for each of its units -> factors of `decode`."""
-    R: tl.constexpr = s.rows // 8
     even, odd = pair_factors(pairs, DTYPE)
-    factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
-    factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
-    return tl.reshape(factor, [R * s.warps * 256])
+    # No `tl.join`: a product would take fragments of four numbers (kWidth), apart in registers.
+    is_even = tl.arange(0, s.rows * s.warps * 32) % 2 == 0
+    return tl.where(is_even, _of_units(even, s), _of_units(odd, s))
 
 
 @jit
@@ -355,6 +378,28 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 
 
 @jit
+def _above_units(above, s: tl.constexpr):
+    """Shift the bits above a quad's codes for each of its units, as `with_bits_above` takes them."""
+    R: tl.constexpr = s.rows // 8
+    SHARED: tl.constexpr = 4 // s.sharing  # words of a quad
+    above = tl.reshape(above, [R, s.warps, 8, 4, SHARED, 1, 2])
+    above = tl.broadcast_to(above, [R, s.warps, 8, 4, SHARED, s.sharing, 2])
+    above = tl.reshape(above, [R * s.warps * 256])
+    word = tl.arange(0, R * s.warps * 256) // 2 % s.sharing
+    return above >> (word * (8 // s.sharing)).to(tl.int16)
+
+
+@jit
+def _digit_fragments(
+    units, factors, D: tl.constexpr, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Decode a field of a step's units, times digit D of their scale, as fragments."""
+    N: tl.constexpr = 2 * (K % 2 * s.digits + D if s.halves else D)
+    digit, offset = factors[0][N], factors[0][N + 1]
+    return _weight_fragments(scaled_code(units, factors[1], digit, offset, K, s.kind, DTYPE), s)
+
+
+@jit
 def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return what `decode` takes beside a step's units, or 0."""
     if s.kind == "nvfp4":
@@ -367,6 +412,15 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
         return _of_units(e2m1_factor(scale, DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
+    elif s.digits > 0:
+        found = [_of_units(number, s) for number in scale_digits(tile[1], s.kind, DTYPE)]
+        above = 0
+        if s.sharing > 0:
+            above = _above_units(tile[3], s)
+        least = 0
+        if s.has_zeros:
+            least = _of_units(small_number(tile[1] >> 8 & 0xFF, 0, DTYPE), s)
+        return found, above, least
     elif s.sharing > 0:
         LANES: tl.constexpr = s.rows * s.warps * 4
         # A lane's bits begin at a place that depends on its word. The last step of a row begins at
@@ -401,6 +455,45 @@ def _add_scaled(before, tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
         elif s.kind == "iq4" and len(tile) > 2:
             factor *= tile[2].to(tl.float32)
         return before + total * _row_factors(factor, s)
+
+
+@jit
+def _sum_digits(tile, sums, total, n: tl.constexpr, s: tl.constexpr):
+    """Add the sums of a step's digits, and of its mins if there are some, times its steps."""
+    value = sums[0][n]
+    for d in tl.static_range(1, s.digits):
+        value = value * s.radix + sums[d][n]
+    if s.has_zeros:
+        factor, least = half(tile[2]), half(tile[2] >> 16)
+        total -= sums[s.digits][n] * _row_factors(least, s)
+    else:
+        factor = tile[2].to(tl.float32)
+    return total + value * _row_factors(factor, s)
+
+
+@jit
+def _add_digit_products(tiles, totals, fields, s: tl.constexpr):
+    """`_add_products` of lanes whose codes have scales of their own: products of each digit."""
+    DTYPE: tl.constexpr = fields[0].dtype
+    sums = ()
+    for _ in tl.static_range(s.digits + s.has_zeros):
+        sums = sums + ([_zeros(s) for _ in tiles],)
+    factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
+    for k in tl.static_range(s.unit_fields):
+        tokens = token_fragments(fields[k], s)
+        for d in tl.static_range(s.digits):
+            part = [
+                _dot(_digit_fragments(tiles[n][0], factors[n], d, k, s, DTYPE), tokens, sums[d][n])
+                for n in s.products
+            ]
+            sums = replace(sums, d, part)
+        if s.has_zeros:
+            part = [
+                _dot(_weight_fragments(factors[n][2], s), tokens, sums[s.digits][n])
+                for n in s.products
+            ]
+            sums = replace(sums, s.digits, part)
+    return [_sum_digits(tiles[n], sums, totals[n], n, s) for n in s.products]
 
 
 @jit
@@ -449,7 +542,10 @@ def multiply_steps(x, begins, weights, row, ahead, s: tl.constexpr):
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     for turn in range(0, s.turns):
         for n in tl.static_range(EACH):
-            totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
+            if s.digits > 0:
+                totals = _add_digit_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
+            else:
+                totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
             if s.turns > 1:
                 at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)
