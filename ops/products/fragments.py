@@ -326,11 +326,10 @@ def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def _pair_factors(pairs, s: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat a pair of nvfp4's scales a lane for each of its units -> factors of `decode`."""
-    R: tl.constexpr = s.rows // 8
     even, odd = pair_factors(pairs, DTYPE)
-    factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
-    factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
-    return tl.reshape(factor, [R * s.warps * 256])
+    # No `tl.join`: a product would take fragments of four numbers (kWidth), apart in registers.
+    is_even = tl.arange(0, s.rows * s.warps * 32) % 2 == 0
+    return tl.where(is_even, _of_units(even, s), _of_units(odd, s))
 
 
 @jit
