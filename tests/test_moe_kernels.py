@@ -257,6 +257,8 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("kolibri1", "int4", 1, 12, (10,)),
         ("afmoe", "int4", 1, 64, (60,)),
         ("gemma4_text", "int4", 1, 20, (18,)),
+        ("qwen3_moe", "q4_1", 1, 12, (10,)),
+        ("qwen3_moe", "q8_0", 1, 12, (10,)),
     ),
 )
 @pytest.mark.slow
