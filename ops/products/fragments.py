@@ -35,7 +35,6 @@ from ops.products.units import (
     scale_and_min,
     scale_digits,
     scaled_code,
-    shift_right,
     signed_byte,
     small_number,
 )
@@ -92,6 +91,9 @@ class FewSettings(Codes):
     # Digits of a scale, each of which multiplies the codes; 0: the scale multiplies sums.
     digits = property(lambda s: DIGITS.get(s.kind, 0) if s.vec == 4 else 0)
     radix = property(lambda s: {"q6_k": 16, "iq4": 4}.get(s.kind, 8))
+    # Scales of bytes that are loaded together: with loads of 8 bits before it, a product would take
+    # other fragments (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+    paired = property(lambda s: 2 if s.kind == "iq4" and s.digits else 1)
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
@@ -187,8 +189,7 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.kind == "mxfp4":
-        # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
-        # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+        # Pairs of exponents, as `paired` has them.
         if s.whole_pairs:
             PAIRS: tl.constexpr = s.words // 8
             of_lane, begin = own * PAIRS + word // 8, step * (s.step_words // 8)
@@ -235,17 +236,20 @@ def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: t
 
 @jit
 def _load_digits(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
-    """Load the scale of each lane's quad, and the step of its 256 numbers.
+    """Load the scale of each lane's quad, or the pair that has it, and the step of 256 numbers.
 
     The parameters are those of `_load_group_scales`.
     """
-    found = _load_group_scales(weights, first, own, word, step, MORE, s)
+    WORDS: tl.constexpr = s.run * s.paired  # a step has a multiple
+    EACH: tl.constexpr = s.words // WORDS
+    of_lane, begin = own * EACH + word // WORDS, step * (s.step_words // WORDS)
+    scale = tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin))
     STEPS: tl.constexpr = s.words // 32
     if s.step_words % 32 == 0:
         of_lane, begin = own * STEPS + word // 32, step * (s.step_words // 32)
     else:
         of_lane, begin = own * STEPS + (step * s.step_words + word) // 32, 0
-    return found + (tl.load(_address(weights.step, first, STEPS, of_lane, MORE, begin)),)
+    return scale, tl.load(_address(weights.step, first, STEPS, of_lane, MORE, begin))
 
 
 @jit
@@ -377,7 +381,7 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 
 @jit
 def _above_units(above, s: tl.constexpr):
-    """Shift the bits above a quad's codes for each of its units, as `with_bits_above` takes them."""
+    """Shift the bits above a quad's codes for each of its units, for `with_bits_above`."""
     R: tl.constexpr = s.rows // 8
     SHARED: tl.constexpr = 4 // s.sharing  # words of a quad
     above = tl.reshape(above, [R, s.warps, 8, 4, SHARED, 1, 2])
@@ -388,7 +392,9 @@ def _above_units(above, s: tl.constexpr):
 
 
 @jit
-def _digit_fragments(units, factors, D: tl.constexpr, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
+def _digit_fragments(
+    units, factors, D: tl.constexpr, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
+):
     """Decode a field of a step's units, times digit D of their scale, as fragments."""
     N: tl.constexpr = 2 * (K % 2 * s.digits + D if s.halves else D)
     digit, offset = factors[0][N], factors[0][N + 1]
@@ -409,7 +415,12 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.digits > 0:
-        found = [_of_units(number, s) for number in scale_digits(tile[1], s.kind, DTYPE)]
+        scale = tile[1]
+        if s.paired == 2:
+            quad = tl.arange(0, s.rows * s.warps * 4)
+            scale = tl.reshape(scale, [s.rows * s.warps * 4]).to(tl.int32)
+            scale = (scale >> quad % 2 * 8).to(tl.int16)
+        found = [_of_units(number, s) for number in scale_digits(scale, s.kind, DTYPE)]
         above = 0
         if s.sharing > 0:
             above = _above_units(tile[3], s)
