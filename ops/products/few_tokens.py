@@ -24,6 +24,7 @@ TILE_REGISTERS = 64  # a lane's, for weights in flight
 # fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
 MOST_OF_BF16 = {4: 192, 8: 192, 16: 64}
+MOST_OF_DIGITS = {4: 96, 8: 96, 16: 64}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DenseSettings(FewSettings):
     """What `_down_few` is compiled for."""
 
     blocks: int  # of tokens
+    all_tokens: int  # of all blocks; the last one begins early enough to be whole
     stride: int  # between rows of y
     scale: float
     activation: Activation | None = None  # before the residual is added; up is 1
@@ -49,6 +51,8 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     row = tl.program_id(0) * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
+        if s.all_tokens % s.tokens:
+            first = tl.minimum(first, s.all_tokens - s.tokens)
         x += first * s.width
         y += first * s.stride
         if residual is not None:
@@ -115,7 +119,7 @@ def has_digits(weight: Weight) -> bool:
 
 
 def registers_of_step(weight: Weight) -> int:
-    """Return the registers that hold a step of 16 rows: codes; scales, too, if each lane has some."""
+    """Return the registers of a step of 16 rows: of codes, and of scales if each lane has some."""
     above = {"q5_k": 2, "q6_k": 4}.get(weight.kind, 0)
     return 2 * words_of_lane(weight) + (4 + above if has_digits(weight) else 0)
 
@@ -137,6 +141,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         tiles = FewTiles(*found)
         if tokens <= tiles.tokens or tokens % tiles.tokens == 0:
             return tiles
+    if has_digits(weight):
+        return choose_digit_tiles(weight, tokens)
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
     if tokens > TILE:
@@ -151,18 +157,31 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
             return FewTiles(32 if weight.fields >= 8 and not few else 16, warps, 2, TILE)
         if narrow:
             return FewTiles(16, 8, 2, size)
-        if has_digits(weight):
-            return FewTiles(16, 8, 1, size, x_depth=1)
         return FewTiles(64, 4, 1 if tokens > 32 else 2, size)
     if weight.out < 64 * weight.multiprocessors and (weight.fields >= 8 or weight.kind == "bf16"):
         return choose_small_tiles(weight)
-    if has_many_rows(weight) and has_digits(weight):
-        return FewTiles(32, 4, 1, x_depth=1, loop=True)
     if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
         return FewTiles(64, 4, 1, x_depth=1)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
+
+
+def choose_digit_tiles(weight: Weight, tokens: int) -> FewTiles:
+    """Return how to divide a dense product whose scales are multiplied as digits.
+
+    A step of 16 rows has twice the registers of int4's. So a program has 32 rows at most, and 8
+    tokens each of more than 16. With more than 16 rows for each multiprocessor programs have four
+    warps, so that several of them run at once. A head's programs are small: they wait at their end.
+    """
+    if has_many_rows(weight):
+        return FewTiles(32, 2, 1, TILE if tokens <= TILE else 2 * TILE, x_depth=1, loop=True)
+    if tokens <= TILE:
+        return choose_small_tiles(weight)
+    if tokens <= 2 * TILE:
+        warps = 8 if weight.out <= 16 * weight.multiprocessors else 4
+        return FewTiles(16, warps, 4, 2 * TILE, x_depth=1)
+    return FewTiles(32 if weight.out >= 512 else 16, 4, 2, TILE, x_depth=1)
 
 
 def choose_small_tiles(weight: Weight) -> FewTiles:
@@ -172,9 +191,10 @@ def choose_small_tiles(weight: Weight) -> FewTiles:
     """
     each = registers_of_step(weight)
     most = MOST_OF_BF16 if weight.kind == "bf16" else MOST_REGISTERS
+    most = MOST_OF_DIGITS if has_digits(weight) else most
     found = []
     for warps, registers in most.items():
-        steps = triton.cdiv(4 * weight.quads, 2 * each * warps)
+        steps = triton.cdiv(4 * weight.quads, 4 * words_of_lane(weight) * warps)
         depth = largest_divisor(steps, registers // each)
         if depth == steps:
             return FewTiles(16, warps, 0, x_depth=1)
@@ -198,6 +218,8 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     """Return tensors with codes as units of 16 bits. plain: the dtype of bf16's, that of x."""
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
+    if weight.kind == "iq4" and has_digits(weight):  # pairs
+        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     if weight.kind != "mxfp4":
         high = tensors.high
         high = None if high is None else high.view(torch.int16)
@@ -273,10 +295,8 @@ def down_few(
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
-    if blocks * tokens != len(x):
-        raise ValueError(f"no kernel for {len(x)} tokens")
     fixed = settings_of(weight, tiles, tokens)
-    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale)
+    fixed |= dict(blocks=blocks, all_tokens=len(x), stride=y.stride(0), scale=scale)
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")

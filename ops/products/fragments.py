@@ -35,7 +35,6 @@ from ops.products.units import (
     scale_and_min,
     scale_digits,
     scaled_code,
-    shift_right,
     signed_byte,
     small_number,
 )
@@ -92,19 +91,22 @@ class FewSettings(Codes):
     # Digits of a scale, each of which multiplies the codes; 0: the scale multiplies sums.
     digits = property(lambda s: DIGITS.get(s.kind, 0) if s.vec == 4 else 0)
     radix = property(lambda s: {"q6_k": 16, "iq4": 4}.get(s.kind, 8))
+    # Scales of bytes that are loaded together: with loads of 8 bits before it, a product would take
+    # other fragments (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+    paired = property(lambda s: 2 if s.kind == "iq4" and s.digits else 1)
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        """Scales of an expert's weight; for mxfp4, nvfp4 and `paired` ones pairs of them."""
         if self.has_row_scale and not self.e2m1:
             return self.out
         if self.word_scaled:
             return self.out * (self.words // 4)
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
-        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
+        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else self.paired)
 
     # Numbers of an expert's weight in `step`.
     steps_of_256 = property(lambda s: s.out * (s.width // 256))
@@ -185,8 +187,7 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.kind == "mxfp4":
-        # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
-        # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+        # Pairs of exponents, as `paired` has them.
         if s.whole_pairs:
             PAIRS: tl.constexpr = s.words // 8
             of_lane, begin = own * PAIRS + word // 8, step * (s.step_words // 8)
@@ -247,13 +248,14 @@ def _load_above(weights, first, row, step, LAST: tl.constexpr, MORE: tl.constexp
 
 @jit
 def _load_gguf_scales(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
-    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any.
+    """Load the scales of words of GGUF's kinds, or pairs of them, and the steps of 256 numbers.
 
     As `_load_group_scales`. A step has whole groups; its words share one `step`, or it has whole
     blocks.
     """
-    EACH: tl.constexpr = s.words // s.run
-    of_lane, begin = own * EACH + word // s.run, step * (s.step_words // s.run)
+    WORDS: tl.constexpr = s.run * s.paired
+    EACH: tl.constexpr = s.words // WORDS
+    of_lane, begin = own * EACH + word // WORDS, step * (s.step_words // WORDS)
     scale = tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin))
     if weights.step is not None:
         BLOCKS: tl.constexpr = s.words // 32
@@ -379,7 +381,7 @@ def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl
 
 @jit
 def _above_units(above, s: tl.constexpr):
-    """Shift the bits above a quad's codes for each of its units, as `with_bits_above` takes them."""
+    """Shift the bits above a quad's codes for each of its units, for `with_bits_above`."""
     R: tl.constexpr = s.rows // 8
     SHARED: tl.constexpr = 4 // s.sharing  # words of a quad
     above = tl.reshape(above, [R, s.warps, 8, 4, SHARED, 1, 2])
@@ -413,7 +415,12 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
     elif s.digits > 0:
-        found = [_of_units(number, s) for number in scale_digits(tile[1], s.kind, DTYPE)]
+        scale = tile[1]
+        if s.paired == 2:
+            quad = tl.arange(0, s.rows * s.warps * 4)
+            scale = tl.reshape(scale, [s.rows * s.warps * 4]).to(tl.int32)
+            scale = (scale >> quad % 2 * 8).to(tl.int16)
+        found = [_of_units(number, s) for number in scale_digits(scale, s.kind, DTYPE)]
         above = 0
         if s.sharing > 0:
             above = _above_units(tile[3], s)

@@ -265,7 +265,7 @@ def scale_digits(scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
     Digits are so small that their products with codes have 8 bits, which bf16 holds: 0 to 7 of
     q4_k's and q5_k's scales of 6 bits (in the lower byte of an int16); -8 to 8 of q6_k's two
-    signed bytes, in base 16; -2 to 2 of iq4's -32 to 31, in base 4.
+    signed bytes, in base 16; -2 to 2 of iq4's -32 to 31, in base 4, of the lower byte.
     """
     if KIND == "q6_k":
         # Plus 136: both digits are 8 more.
@@ -279,7 +279,7 @@ def scale_digits(scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
         return found + (second_high, other_high, second_low, other_low)
     elif KIND == "iq4":
         # Plus 42: all three digits are 2 more.
-        code = scale.to(tl.int16) + 42
+        code = (scale << 8 >> 8) + 42
         high, none = _with_offset(code >> 4, 2, KIND, DTYPE)
         middle, _ = _with_offset(code >> 2 & 3, 2, KIND, DTYPE)
         low, _ = _with_offset(code & 3, 2, KIND, DTYPE)
