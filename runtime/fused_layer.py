@@ -294,7 +294,7 @@ class FusedExperts:
         `Context.last`; tokens after it are padding, which only the shared expert multiplies.
         """
         E, T = len(self.router.weight), len(x)
-        by_pairs = moe_decode.takes_pairs(E, self.routing, T)
+        by_pairs = moe_decode.takes_pairs(E, self.routing, T, self.w13.kind)
         run = self.run_pairs if by_pairs else self.run_tiles
         x, y, indices, weights = run(x, attended, last)
         active = self.routing.active

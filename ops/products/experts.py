@@ -220,22 +220,23 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         row = next_row
 
 
-def pair_ratio(E: int, T: int) -> float:
+def pair_ratio(E: int, T: int, kind: str) -> float:
     """Return the most pairs for each distinct expert that are read pair by pair.
 
     As measured on an H100; up to 16 tokens of models with 128 and 256 experts on an H200.
     """
-    return 1.6 if E >= 128 and T <= 16 else 1.3
+    measured = kind in ("int4", "q4_k", "nvfp4", "q8_0")
+    return 1.6 if measured and E >= 128 and T <= 16 else 1.3
 
 
-def takes_pairs(E: int, routing: Routing, T: int) -> bool:
+def takes_pairs(E: int, routing: Routing, T: int, kind: str) -> bool:
     """Whether T tokens, by `gate_up` and `down`, are read pair by pair; else use expert_tiles.
 
     So if hardly two of their pairs have the same expert: by the expected number of distinct ones,
-    if each token chose at random among E experts.
+    if each token chose at random among E experts. kind: of the experts' weights.
     """
     distinct = E * (1 - (1 - routing.active / E) ** T) + routing.shared
-    return T == 1 or T * routing.pairs <= pair_ratio(E, T) * distinct
+    return T == 1 or T * routing.pairs <= pair_ratio(E, T, kind) * distinct
 
 
 def gate_up(
@@ -373,7 +374,7 @@ def down(
         raise ValueError("only one token's product is sent")
     if isinstance(x, Tensor):
         check_rows("x", x, T * experts, weight.width)
-    if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads):
+    if isinstance(x, Tensor) and quantizes_first(weight, experts * weight.quads, T):
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
     check_rows("residual", residual, T, weight.out)
     check_rows("bias", bias, len(weight.parts[0]), weight.out)

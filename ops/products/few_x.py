@@ -12,8 +12,8 @@ from ops.launch import jit, tl
 class UnitOrder:
     """The order in which lanes load x, if codes have 8 or 4 bits: up to 16 bytes at a time.
 
-    For the words that a lane loads at once, and each field of a unit: the numbers of all units. A
-    weight has them in runs of words, whose fields are neighbors.
+    x has, for the words that a lane loads at once and each field of a unit, the numbers of all
+    units. A weight has them in runs of words, whose fields are neighbors.
     """
 
     fields: int  # codes of a word

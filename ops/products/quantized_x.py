@@ -93,15 +93,18 @@ def empty_norm(
     return empty_quantized(x, weight.quads, weight), layout
 
 
-def quantizes_first(weight: Weight, quads: int) -> bool:
+def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
     """Whether a kernel of its own quantizes x, of `quads` quads a token, for the chosen experts.
 
     It takes 1.5 us, and `down` starts to load w2 only after it: it must spare many programs more
     than that, as measured on an H200: of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
-    If words have scales, each number of x is a load.
+    More tokens have more programs: from three on it is taken, but in the formats whose layers are
+    faster without it (docs/log/formats.md). If words have scales, each number of x is a load.
     """
-    is_long = BITS[weight.kind] <= 4 and quads * 4 * weight.fields > LONG_X
-    return weight.word_scaled or is_long
+    if BITS[weight.kind] > 4:
+        return False
+    several = tokens > 2 and weight.kind not in ("int4", "q4_k", "nvfp4")
+    return weight.word_scaled or several or quads * 4 * weight.fields > LONG_X
 
 
 def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:
