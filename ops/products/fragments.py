@@ -16,8 +16,10 @@ added at the end. A warp has `depth` steps of weights in flight, and `x_depth` o
 from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
-(mxfp4, nvfp4) multiplies the codes. Words of hqq2 have scales of their own: its numbers, and those
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few bits
+(mxfp4, nvfp4) multiplies the codes. GGUF's integer scales are split into digits so small that each
+one's products with codes are exact, too: there are sums for each digit, which the `step` of 256
+numbers multiplies. Words of hqq2 have scales of their own: its numbers, and those
 of hqq3, are rounded to 16 bits, as a prompt's are.
 """
 
@@ -32,10 +34,8 @@ from ops.products.units import (
     half,
     hqq_offset,
     pair_factors,
-    scale_and_min,
     scale_digits,
     scaled_code,
-    signed_byte,
     small_number,
 )
 from ops.products.weights import DIGITS, GGUF, Codes
@@ -268,12 +268,8 @@ def _load_above(weights, first, row, step, LAST: tl.constexpr, MORE: tl.constexp
 
 @jit
 def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
-    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any."""
-    scale = tl.load(weights.scale + (rows * (s.words // s.run) + word // s.run))
-    if weights.step is not None:
-        return scale, tl.load(weights.step + (rows * (s.words // 32) + word // 32))
-    else:
-        return (scale,)
+    """Load the scales of words of GGUF's kinds that have no steps."""
+    return (tl.load(weights.scale + (rows * (s.words // s.run) + word // s.run)),)
 
 
 @jit
@@ -372,10 +368,9 @@ def _zeros(s: tl.constexpr):
 @jit
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
-    NEXT: tl.constexpr = 2 if s.halves else 1
     numbers = decode(units, factor, K, s.kind, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
+        numbers = tl.join(numbers, decode(units, factor, K + 1, s.kind, DTYPE))
     return _weight_fragments(numbers, s)
 
 
@@ -439,12 +434,10 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
-    if s.kind == "q6_k":
-        return total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
+def _scale_step(tile, total, x_sums, s: tl.constexpr):
+    """Multiply a step's sums by the scale of their group, and subtract zeros."""
+    if s.kind == "q4_k" or s.kind == "q5_k":  # q4_1, q5_1
+        factor, least = half(tile[1]), half(tile[1] >> 16)
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
         return total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
     else:
@@ -456,8 +449,6 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
                 factor = factor * tile[2] + tile[3]
                 zero = tile[4].to(tl.float32) * tile[5] + tile[6]
             total = total - x_sums * _row_factors(zero - 8.0, s)
-        elif s.kind == "iq4" and len(tile) > 2:
-            factor *= tile[2].to(tl.float32)
         return total * _row_factors(factor, s)
 
 
@@ -510,14 +501,12 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     ROWS: tl.constexpr = s.rows
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
-    STEP: tl.constexpr = 1 if s.halves else JOINED
-    NEXT: tl.constexpr = 2 if s.halves else 1
     sums, x_sums = totals, _zeros(s)
     if s.step_scaled:
         sums = [_zeros(s) for _ in tiles]
     factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
-    for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
-        part = tl.join(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
+    for k in tl.static_range(0, s.unit_fields, JOINED):
+        part = tl.join(fields[k], fields[k + 1]) if VEC == 1 else fields[k]
         tokens = token_fragments(part, s)
         if s.has_zeros:
             x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
@@ -525,13 +514,8 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
             _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
             for n in s.products
         ]
-        if s.halves:
-            totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
-            sums = [_zeros(s) for _ in tiles]
-    if s.halves:
-        sums = totals
-    elif s.step_scaled:
-        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
+    if s.step_scaled:
+        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, s) for n in s.products]
     return sums
 
 
