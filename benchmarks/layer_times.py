@@ -143,7 +143,6 @@ FORMS: dict[str, tuple[tuple, ...]] = {
         (fused_layer, "unit_order", lambda _: None),
         (expert_tiles, "unit_order", lambda _: None),
     ),
-    "tiles of sums": (*TILES, (few_tokens, "has_digits", lambda _: False)),
     "registers 2": (in_registers(2),),
     "registers 4": (in_registers(4),),
     "tensor cores": (in_registers(0),),

@@ -16,8 +16,10 @@ added at the end. A warp has `depth` steps of weights in flight, and `x_depth` o
 from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
-(mxfp4, nvfp4) multiplies the codes. Words of hqq2 have scales of their own: its numbers, and those
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few bits
+(mxfp4, nvfp4) multiplies the codes. GGUF's integer scales are split into digits so small that each
+one's products with codes are exact, too: there are sums for each digit, which the `step` of 256
+numbers multiplies. Words of hqq2 have scales of their own: its numbers, and those
 of hqq3, are rounded to 16 bits, as a prompt's are.
 """
 
@@ -32,10 +34,8 @@ from ops.products.units import (
     half,
     hqq_offset,
     pair_factors,
-    scale_and_min,
     scale_digits,
     scaled_code,
-    signed_byte,
     small_number,
 )
 from ops.products.weights import DIGITS, GGUF, Codes
@@ -372,10 +372,9 @@ def _zeros(s: tl.constexpr):
 @jit
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
-    NEXT: tl.constexpr = 2 if s.halves else 1
     numbers = decode(units, factor, K, s.kind, DTYPE)
     if s.vec == 1:
-        numbers = _beside(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
+        numbers = _beside(numbers, decode(units, factor, K + 1, s.kind, DTYPE))
     return _weight_fragments(numbers, s)
 
 
@@ -439,15 +438,13 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _add_scaled(before, tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Return `before` plus a step's sums times their group's scale, less zeros. K: as of `halves`.
+def _add_scaled(before, tile, total, x_sums, s: tl.constexpr):
+    """Return `before` plus a step's sums times the scale of their group, less zeros.
 
     Products are added one by one, so that each addition is a part of an fma.
     """
-    if s.kind == "q6_k":
-        return before + total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
+    if s.kind == "q4_k" or s.kind == "q5_k":  # q4_1, q5_1
+        factor, least = half(tile[1]), half(tile[1] >> 16)
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
         return before + total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
     else:
@@ -459,8 +456,6 @@ def _add_scaled(before, tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
                 factor = factor * tile[2] + tile[3]
                 zero = tile[4].to(tl.float32) * tile[5] + tile[6]
             total = total - x_sums * _row_factors(zero - 8.0, s)
-        elif s.kind == "iq4" and len(tile) > 2:
-            factor *= tile[2].to(tl.float32)
         return before + total * _row_factors(factor, s)
 
 
@@ -513,14 +508,12 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     ROWS: tl.constexpr = s.rows
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
-    STEP: tl.constexpr = 1 if s.halves else JOINED
-    NEXT: tl.constexpr = 2 if s.halves else 1
     sums, x_sums = totals, _zeros(s)
     if s.step_scaled:
         sums = [_zeros(s) for _ in tiles]
     factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
-    for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
-        part = _beside(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
+    for k in tl.static_range(0, s.unit_fields, JOINED):
+        part = _beside(fields[k], fields[k + 1]) if VEC == 1 else fields[k]
         tokens = token_fragments(part, s)
         if s.has_zeros:
             x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
@@ -528,13 +521,8 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
             _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
             for n in s.products
         ]
-        if s.halves:
-            totals = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, k, s) for n in s.products]
-            sums = [_zeros(s) for _ in tiles]
-    if s.halves:
-        sums = totals
-    elif s.step_scaled:
-        sums = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, 0, s) for n in s.products]
+    if s.step_scaled:
+        sums = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, s) for n in s.products]
     return sums
 
 
