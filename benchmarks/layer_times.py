@@ -21,7 +21,7 @@ chosen; or those forms that it names.
 --down and --gate_up try tilings of the experts' products: rows, lanes, chunks in flight, warps,
 most registers, and `stay`. --few tries tilings of each product of several tokens on tensor cores:
 rows, warps, steps of weights in flight, steps of x in flight (0: all), most tokens. With OUT: in
-front it is tried for products with that many rows alone.
+front it is tried for products with that many rows alone. Each form that is measured tries them.
 """
 
 import argparse
@@ -42,12 +42,13 @@ from model import Transformer
 from ops.attention import delta
 from ops.compile_ahead import collect
 from ops.gpu import gpu_of
-from ops.products import dense, experts, few_tokens, join
+from ops.products import dense, expert_tiles, experts, few_tokens, join
 from ops.products.few_tokens import FewTiles
 from ops.products.join import Join
 from ops.products.tilings import Place, Tiles
-from ops.products.weights import BITS, Weight
+from ops.products.weights import Weight
 from parallel import process_group
+from runtime import fused_layer
 from runtime.compile_ahead import compile_ahead
 from runtime.fused_decode import FusedRunner
 from runtime.fused_head import fused_head
@@ -128,14 +129,20 @@ def in_registers(tokens: int) -> tuple:
 
 
 def always_quantizes(weight: Weight, *_) -> bool:
-    return BITS[weight.kind] == 4
+    return weight.integers
 
 
+TILES = ((experts, "pair_ratio", lambda *_: 0),)
 # What replaces attributes of modules.
 FORMS: dict[str, tuple[tuple, ...]] = {
     "chosen": (),
     "pairs": ((experts, "pair_ratio", lambda *_: 99),),
-    "tiles": ((experts, "pair_ratio", lambda *_: 0),),
+    "tiles": TILES,
+    "tiles of plain x": (
+        *TILES,
+        (fused_layer, "unit_order", lambda _: None),
+        (expert_tiles, "unit_order", lambda _: None),
+    ),
     "registers 2": (in_registers(2),),
     "registers 4": (in_registers(4),),
     "tensor cores": (in_registers(0),),
@@ -178,10 +185,29 @@ class Tokens:
         tasks: dict[str, None] = {}
         for tokens in self.options.tokens:
             for name in self.forms(tokens):
-                layers = Layers(self.model, self.runner, self.position, tokens)
-                with forced(FORMS[name]), suppress(RuntimeError, ValueError):
-                    tasks |= dict.fromkeys(collect(layers.run))
+                layers, tuning = Layers(self.model, self.runner, self.position, tokens), Tuning()
+                with forced(FORMS[name]), tuning.replaced():
+                    for _ in self.given(tuning):
+                        with suppress(RuntimeError, ValueError):
+                            tasks |= dict.fromkeys(collect(layers.run))
+                        if tokens == 1:  # no tiling is tried
+                            break
         compile_ahead(list(tasks), gpu_of(self.options.device))
+
+    def given(self, tuning: Tuning) -> Iterator[str]:
+        """Choose the tilings of --gate_up, --down and --few, one at a time, and say which."""
+        options = self.options
+        yield "chosen"  # the first run notes the products
+        for name, loads, tilings in (("gate_up", 2, options.gate_up), ("down", 1, options.down)):
+            for tiles in tilings:
+                tuning.chosen = dict.fromkeys(expert_products(tuning, loads), tiles)
+                yield f"{name} {tiles}"
+        on_tensor_cores = {p: t for p, t in tuning.today.items() if isinstance(t, FewTiles)}
+        for place, today in on_tensor_cores.items():
+            for tiles in (tiles for out, tiles in options.few if out in (0, place.out)):
+                tuning.chosen = {place: tiles}
+                yield f"{place.group}, {place.shape}: {tiles} (chosen: {today})"
+        tuning.chosen = {}
 
     def row(self, tokens: int, name: str) -> str:
         """Return the row of a form."""
@@ -204,46 +230,29 @@ class Tokens:
         return "\n".join((row, *lines))
 
     def try_given(self, tokens: int) -> None:
-        """Print us a layer with each tiling of --gate_up, --down and --few, one at a time."""
-        tuning, options = Tuning(), self.options
+        """Print us a layer with each tiling of `given`."""
+        tuning = Tuning()
+        layers = Layers(self.model, self.runner, self.position, tokens)
         with tuning.replaced():
-            layers = Layers(self.model, self.runner, self.position, tokens)
-            layers.run()
-
-            def show(what: str) -> None:
+            for what in self.given(tuning):
                 try:
-                    us, norm = layers.microseconds(), layers.run().float().norm().item()
+                    norm, us = layers.run().float().norm().item(), layers.microseconds()
                     us = f"{us:7.2f} us a layer, norm {norm:.5f}"
                 except RuntimeError as error:  # does not fit into registers or shared memory
                     us = str(error)[:100]
                 print(f"    {tokens} tokens, {us}, {what}", flush=True)
 
-            show("chosen")
-            for name, loads, tilings in (
-                ("gate_up", 2, options.gate_up),
-                ("down", 1, options.down),
-            ):
-                for tiles in tilings:
-                    tuning.chosen = dict.fromkeys(expert_products(tuning, loads), tiles)
-                    show(f"{name} {tiles}")
-            on_tensor_cores = {p: t for p, t in tuning.today.items() if isinstance(t, FewTiles)}
-            for place, today in on_tensor_cores.items():
-                for tiles in (tiles for out, tiles in options.few if out in (0, place.out)):
-                    tuning.chosen = {place: tiles}
-                    show(f"{place.group}, {place.shape}: {tiles} (chosen: {today})")
-            tuning.chosen = {}
-            show("chosen")
-
     def measure(self) -> None:
         """Print a row for each number of tokens and form."""
         self.compile_all()
+        tries = self.options.gate_up or self.options.down or self.options.few
         for tokens in self.options.tokens:
-            if tokens > 1 and (self.options.gate_up or self.options.down or self.options.few):
-                self.try_given(tokens)
             for name in self.forms(tokens):
                 with forced(FORMS[name]):
                     try:
                         print(self.row(tokens, name), flush=True)
+                        if tokens > 1 and tries:
+                            self.try_given(tokens)
                     except (RuntimeError, ValueError) as error:  # no such form for these tokens
                         print(f"{self.arch} {tokens} {name}: {str(error)[:200]}", flush=True)
 

@@ -362,6 +362,14 @@ def test_no_kernel_unpacks_a_tuple_within_a_tuple(name):
         assert not nested, f"{node.name}, line {nested[0].lineno}"
 
 
+@for_each(("ops.products.fragments", "ops.products.few_x", "ops.products.units"))
+def test_nothing_is_joined_before_a_product(name):
+    """Triton 3.6 then takes other fragments, and moves both operands; newer versions do not."""
+    calls = [n for n in ast.walk(tree(OPS[name])) if isinstance(n, ast.Attribute)]
+    joins = [n.lineno for n in calls if n.attr in ("join", "interleave")]
+    assert not joins, f"tl.join in lines {joins}"
+
+
 def returns_a_value(statement: ast.stmt) -> bool:
     return any(isinstance(n, ast.Return) and n.value for n in ast.walk(statement))
 

@@ -110,11 +110,15 @@ ANY_FORMAT = "bf16", "int8", "fp8", "fp8b", "int4", "uint4", "mxfp4", "nvfp4"
 ROUNDED = "hqq3", "hqq2"  # their numbers, to 16 bits, by tensor cores
 ANY_FORMAT += "hqq4", *ROUNDED
 H200 = {"D": 2048, "I": 768, "E": 16, "A": 8}
-GGUF_DENSE = (  # q6_k in two steps of one warp; two blocks of tokens; words past the end of a row
+# q6_k in two steps of one warp; blocks of 8 tokens, the last two with the same ones; words past the
+# end of a row.
+GGUF_DENSE = (
     {"format": "q4_k", "tokens": 5, "D": 768, "I": 256},
     {"format": "q5_k", "tokens": 8, "D": 512, "I": 256, "few": {"warps": 2, "depth": 1}},
     {"format": "q6_k", "tokens": 8, "D": 512, "I": 256, "fp32_norm": True},
     {"format": "q6_k", "tokens": 64, "I": 256},
+    {"format": "q5_k", "tokens": 19, "D": 512, "I": 256},
+    {"format": "iq4_xs", "tokens": 12, "D": 512, "I": 256},
     {"format": "iq4_xs", "tokens": 2, "I": 256, "few": {"warps": 1, "depth": 2}},
     {"format": "iq4_nl", "tokens": 8, "D": 160, "few": {"rows": 32, "warps": 2, "depth": 1}},
     {"format": "q8_0", "tokens": 8, "D": 160, "biased": True},
@@ -257,6 +261,8 @@ def test_a_layer_of_several_tokens_is_the_blocks_own(family):
         ("kolibri1", "int4", 1, 12, (10,)),
         ("afmoe", "int4", 1, 64, (60,)),
         ("gemma4_text", "int4", 1, 20, (18,)),
+        ("qwen3_moe", "q4_1", 1, 12, (10,)),
+        ("qwen3_moe", "q8_0", 1, 12, (10,)),
     ),
 )
 @pytest.mark.slow

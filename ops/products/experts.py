@@ -223,9 +223,10 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
 def pair_ratio(E: int, T: int, kind: str) -> float:
     """Return the most pairs for each distinct expert that are read pair by pair.
 
-    As measured on an H100; in int4 up to 16 tokens of models with 128 and 256 experts on an H200.
+    As measured on an H100; up to 16 tokens of models with 128 and 256 experts on an H200.
     """
-    return 1.6 if kind == "int4" and E >= 128 and T <= 16 else 1.3
+    measured = kind in ("int4", "q4_k", "q8_0")
+    return 1.6 if measured and E >= 128 and T <= 16 else 1.3
 
 
 def takes_pairs(E: int, routing: Routing, T: int, kind: str) -> bool:

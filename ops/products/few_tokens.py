@@ -16,7 +16,7 @@ from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
-from ops.products.weights import GGUF, Weight, WeightTensors
+from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
@@ -24,6 +24,7 @@ TILE_REGISTERS = 64  # a lane's, for weights in flight
 # fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
 MOST_OF_BF16 = {4: 192, 8: 192, 16: 64}
+MOST_OF_DIGITS = {4: 96, 8: 96, 16: 64}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DenseSettings(FewSettings):
     """What `_down_few` is compiled for."""
 
     blocks: int  # of tokens
+    all_tokens: int  # of all blocks; the last one begins early enough to be whole
     stride: int  # between rows of y
     scale: float
     activation: Activation | None = None  # before the residual is added; up is 1
@@ -49,6 +51,8 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     row = tl.program_id(0) * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
+        if s.all_tokens % s.tokens:
+            first = tl.minimum(first, s.all_tokens - s.tokens)
         x += first * s.width
         y += first * s.stride
         if residual is not None:
@@ -98,10 +102,26 @@ class FewTiles:
 
 
 def words_of_lane(weight: Weight) -> int:
-    """Return the words that a lane loads at once, so that four lanes' are within a group."""
+    """Return the words that a lane loads at once.
+
+    Four lanes' are within a group, but for scales that are multiplied as digits.
+    """
+    if has_digits(weight):
+        return 4
     if weight.kind not in ("int4", "hqq", "fp8b", *GGUF):
         return 4  # no scales along `in`, or those of e2m1; two bits: numbers have their scales
     return next(vec for vec in (4, 2, 1) if weight.run % (4 * vec) == 0)
+
+
+def has_digits(weight: Weight) -> bool:
+    """Whether scales are multiplied as digits: integers, which a `step` multiplies."""
+    return weight.kind in DIGITS and weight.tensors.step is not None
+
+
+def registers_of_step(weight: Weight) -> int:
+    """Return the registers of a step of 16 rows: of codes, and of scales if each lane has some."""
+    above = {"q5_k": 2, "q6_k": 4}.get(weight.kind, 0)
+    return 2 * words_of_lane(weight) + (4 + above if has_digits(weight) else 0)
 
 
 def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
@@ -121,6 +141,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         tiles = FewTiles(*found)
         if tokens <= tiles.tokens or tokens % tiles.tokens == 0:
             return tiles
+    if has_digits(weight):
+        return choose_digit_tiles(weight, tokens)
     few = weight.out < 2 * weight.multiprocessors * 16
     warps = 8 if few else 4
     if tokens > TILE:
@@ -142,7 +164,24 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return FewTiles(64, 4, 1, x_depth=1)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
-    return FewTiles(16, warps, TILE_REGISTERS // (2 * words_of_lane(weight)))
+    return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
+
+
+def choose_digit_tiles(weight: Weight, tokens: int) -> FewTiles:
+    """Return how to divide a dense product whose scales are multiplied as digits.
+
+    A step of 16 rows has twice the registers of int4's. So a program has 32 rows at most, and 8
+    tokens each of more than 16. With more than 16 rows for each multiprocessor programs have four
+    warps, so that several of them run at once. A head's programs are small: they wait at their end.
+    """
+    if has_many_rows(weight):
+        return FewTiles(32, 2, 1, TILE if tokens <= TILE else 2 * TILE, x_depth=1, loop=True)
+    if tokens <= TILE:
+        return choose_small_tiles(weight)
+    if tokens <= 2 * TILE:
+        warps = 8 if weight.out <= 16 * weight.multiprocessors else 4
+        return FewTiles(16, warps, 4, 2 * TILE, x_depth=1)
+    return FewTiles(32 if weight.out >= 512 else 16, 4, 2, TILE, x_depth=1)
 
 
 def choose_small_tiles(weight: Weight) -> FewTiles:
@@ -150,11 +189,12 @@ def choose_small_tiles(weight: Weight) -> FewTiles:
 
     All weights are in flight, in as few warps as hold them; of longer rows as many as possible.
     """
-    each = 2 * words_of_lane(weight)  # registers of a step
+    each = registers_of_step(weight)
     most = MOST_OF_BF16 if weight.kind == "bf16" else MOST_REGISTERS
+    most = MOST_OF_DIGITS if has_digits(weight) else most
     found = []
     for warps, registers in most.items():
-        steps = triton.cdiv(4 * weight.quads, 2 * each * warps)
+        steps = triton.cdiv(4 * weight.quads, 4 * words_of_lane(weight) * warps)
         depth = largest_divisor(steps, registers // each)
         if depth == steps:
             return FewTiles(16, warps, 0, x_depth=1)
@@ -178,6 +218,8 @@ def unit_tensors(weight: Weight, plain: torch.dtype) -> WeightTensors:
     """Return tensors with codes as units of 16 bits. plain: the dtype of bf16's, that of x."""
     tensors = weight.tensors
     codes = tensors.codes.view(plain if weight.kind == "bf16" else torch.int16)
+    if weight.kind == "iq4" and has_digits(weight):  # pairs
+        tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     if weight.kind != "mxfp4":
         high = tensors.high
         high = None if high is None else high.view(torch.int16)
@@ -203,9 +245,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 def unit_order(weight: Weight) -> UnitOrder | None:
     """Return the order of x for the products of a weight; None: x remains as it is."""
-    if weight.kind in ("int8", "fp8", "int4", "mxfp4") and words_of_lane(weight) == 4:
-        return UnitOrder(weight.fields, weight.run)
-    return None
+    if weight.kind == "bf16" or weight.two_bits:
+        return None
+    return UnitOrder(weight.fields, weight.run, words_of_lane(weight), weight.kind == "q6_k")
 
 
 def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = False) -> dict:
@@ -253,10 +295,8 @@ def down_few(
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
-    if blocks * tokens != len(x):
-        raise ValueError(f"no kernel for {len(x)} tokens")
     fixed = settings_of(weight, tiles, tokens)
-    fixed |= dict(blocks=blocks, stride=y.stride(0), scale=scale)
+    fixed |= dict(blocks=blocks, all_tokens=len(x), stride=y.stride(0), scale=scale)
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")

@@ -10,14 +10,16 @@ from ops.launch import jit, tl
 
 @dataclass(frozen=True)
 class UnitOrder:
-    """The order in which lanes load x 16 bytes at a time, if codes have 8 or 4 bits.
+    """The order in which lanes load x, if codes have 8 or 4 bits: up to 16 bytes at a time.
 
-    For each quad of a row, and each field of a unit: the numbers of all units. A weight has them in
-    runs of words, whose fields are neighbors.
+    x has, for the words that a lane loads at once and each field of a unit, the numbers of all
+    units. A weight has them in runs of words, whose fields are neighbors.
     """
 
     fields: int  # codes of a word
     run: int  # words of a run
+    vec: int  # words that a lane loads at once
+    halves: bool  # as of `fragments.FewSettings`
 
 
 @jit
@@ -29,7 +31,10 @@ def place_in_order(number, o: tl.constexpr):
         UNIT: tl.constexpr = o.fields // 2  # fields of a unit
         field = number // o.run % o.fields
         word = number // (o.run * o.fields) * o.run + number % o.run
-        return word // 4 * (4 * o.fields) + field % UNIT * 8 + word % 4 * 2 + field // UNIT
+        unit, own = field // UNIT, field % UNIT
+        if o.halves:
+            unit, own = field // 2 % 2, field % 2 * 2 + field // 4
+        return word // o.vec * (o.vec * o.fields) + own * (2 * o.vec) + word % o.vec * 2 + unit
 
 
 @jit
@@ -120,7 +125,10 @@ def token_fragments(numbers, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     WARPS: tl.constexpr = s.warps
     TILES: tl.constexpr = s.tiles
-    if s.neighbors:
+    if s.neighbors and VEC == 1:
+        numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, 2, 2])
+        numbers = tl.permute(numbers, (1, 5, 3, 4, 0, 2))
+    elif s.neighbors:
         numbers = tl.reshape(numbers, [TILES, WARPS, 8, 4, VEC // 2, 2, 2])
         numbers = tl.permute(numbers, (1, 4, 5, 3, 6, 0, 2))
     elif VEC == 1:

@@ -16,8 +16,10 @@ added at the end. A warp has `depth` steps of weights in flight, and `x_depth` o
 from memory, x from L2.
 
 Exactness. Codes are multiplied as they are: 16 bits hold each of them exactly. A group's scale
-multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few digits
-(mxfp4, nvfp4) multiplies the codes. Words of hqq2 have scales of their own: its numbers, and those
+multiplies the fp32 sum of its products, so that a step lies within a group; a scale of few bits
+(mxfp4, nvfp4) multiplies the codes. GGUF's integer scales are split into digits so small that each
+one's products with codes are exact, too: there are sums for each digit, which the `step` of 256
+numbers multiplies. Words of hqq2 have scales of their own: its numbers, and those
 of hqq3, are rounded to 16 bits, as a prompt's are.
 """
 
@@ -29,12 +31,14 @@ from ops.products.pipeline import replace
 from ops.products.units import (
     decode,
     e2m1_factor,
+    half,
     hqq_offset,
     pair_factors,
-    scale_and_min,
-    signed_byte,
+    scale_digits,
+    scaled_code,
+    small_number,
 )
-from ops.products.weights import GGUF, Codes
+from ops.products.weights import DIGITS, GGUF, Codes
 
 TILE = 8  # tokens of a tensor core's instruction
 UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
@@ -84,19 +88,25 @@ class FewSettings(Codes):
     halves = property(lambda s: s.kind == "q6_k")
     # Whether pairs of mxfp4's scales are of one row, and begin at an even quad of each step.
     whole_pairs = property(lambda s: s.kind == "mxfp4" and s.words % 8 == s.step_words % 8 == 0)
+    # Digits of a scale, each of which multiplies the codes; 0: the scale multiplies sums.
+    digits = property(lambda s: DIGITS.get(s.kind, 0) if s.vec == 4 else 0)
+    radix = property(lambda s: {"q6_k": 16, "iq4": 4}.get(s.kind, 8))
+    # Scales of bytes that are loaded together: with loads of 8 bits before it, a product would take
+    # other fragments (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+    paired = property(lambda s: 2 if s.kind == "iq4" and s.digits else 1)
     # Words that share a word of the bits above their codes; 0: there are none.
     sharing = property(lambda s: {"q5_k": 4, "q6_k": 2}.get(s.kind, 0))
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        """Scales of an expert's weight; for mxfp4, nvfp4 and `paired` ones pairs of them."""
         if self.has_row_scale and not self.e2m1:
             return self.out
         if self.word_scaled:
             return self.out * (self.words // 4)
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
-        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
+        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else self.paired)
 
     # Numbers of an expert's weight in `step`.
     steps_of_256 = property(lambda s: s.out * (s.width // 256))
@@ -164,8 +174,10 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         lane = lane[:, None]
     own, word = _rows_and_words(lane, row, step, LAST, s)
     if s.gguf:
-        tile = tile + _load_gguf_scales(weights, row + own, step * s.step_words + word, s)
-        if s.sharing > 0:
+        tile = tile + _load_gguf_scales(weights, first, own, word, step, MORE, s)
+        if s.digits > 0 and s.sharing > 0:
+            tile = tile + _load_above(weights, first, row, step, LAST, MORE, s)
+        elif s.sharing > 0:
             own, word = _rows_and_words(at // UNITS, row, step, LAST, s)
             rows, word = row + own, step * s.step_words + word
             above = rows * (2 * s.words // s.sharing) + word // s.sharing * 2 + at % 2
@@ -175,8 +187,7 @@ def _load_step(weights, first, N: tl.constexpr, step, LAST: tl.constexpr, s: tl.
         scale = weights.scale + rows // s.group * (s.width // s.group) + word * 4 // s.group
         tile = tile + (tl.load(scale),)
     elif s.kind == "mxfp4":
-        # Pairs of exponents: with loads of 8 bits before it, a product would take other fragments
-        # (kWidth 4). Neighboring lanes, with a quad each, share a pair.
+        # Pairs of exponents, as `paired` has them.
         if s.whole_pairs:
             PAIRS: tl.constexpr = s.words // 8
             of_lane, begin = own * PAIRS + word // 8, step * (s.step_words // 8)
@@ -222,11 +233,34 @@ def _load_group_scales(weights, first, own, word, step, MORE: tl.constexpr, s: t
 
 
 @jit
-def _load_gguf_scales(weights, rows, word, s: tl.constexpr):
-    """Load the scales of words of GGUF's kinds, and the steps of their 256 numbers, if any."""
-    scale = tl.load(weights.scale + (rows * (s.words // s.run) + word // s.run))
+def _load_above(weights, first, row, step, LAST: tl.constexpr, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the bits above the codes of each lane's quad, in one load."""
+    COUNT: tl.constexpr = 8 // s.sharing  # units of a quad
+    EACH: tl.constexpr = 2 * s.words // s.sharing
+    at = tl.arange(0, s.rows * s.warps * 4 * COUNT)[:, None]
+    own, word = _rows_and_words(at // COUNT, row, step, LAST, s)
+    of_lane = own * EACH + word // s.sharing * 2 + at % COUNT
+    begin = step * (s.step_words * 2 // s.sharing)
+    units = _address(weights.high, first, EACH, of_lane, MORE, begin)
+    units = tl.max_contiguous(tl.multiple_of(units, (2 * COUNT, 1)), (COUNT, 1))
+    return (tl.load(units),)
+
+
+@jit
+def _load_gguf_scales(weights, first, own, word, step, MORE: tl.constexpr, s: tl.constexpr):
+    """Load the scales of words of GGUF's kinds, or pairs of them, and the steps of 256 numbers.
+
+    As `_load_group_scales`. A step has whole groups; its words share one `step`, or it has whole
+    blocks.
+    """
+    WORDS: tl.constexpr = s.run * s.paired
+    EACH: tl.constexpr = s.words // WORDS
+    of_lane, begin = own * EACH + word // WORDS, step * (s.step_words // WORDS)
+    scale = tl.load(_address(weights.scale, first, EACH, of_lane, MORE, begin))
     if weights.step is not None:
-        return scale, tl.load(weights.step + (rows * (s.words // 32) + word // 32))
+        BLOCKS: tl.constexpr = s.words // 32
+        of_lane, begin = own * BLOCKS + word // 32, step * s.step_words // 32
+        return scale, tl.load(_address(weights.step, first, BLOCKS, of_lane, MORE, begin))
     else:
         return (scale,)
 
@@ -249,6 +283,17 @@ def load_row_scales(weights, first, rows, inside, s: tl.constexpr):
         return tl.load(scale + first + rows, mask=inside, other=0.0).to(tl.float32)
     else:
         return 1.0
+
+
+@jit
+def _beside(first, second):
+    """Join two fields -> [..., 2]. With tl.join a product of Triton 3.6 takes other fragments.
+
+    Their kWidth is 4, not 2: both operands would change lanes in each step.
+    """
+    shape: tl.constexpr = [first.numel, 1]
+    is_second = tl.arange(0, 2)[None, :] == 1
+    return tl.where(is_second, tl.reshape(second, shape), tl.reshape(first, shape))
 
 
 @jit
@@ -307,11 +352,10 @@ def _half_quadratic_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def _pair_factors(pairs, s: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat a pair of nvfp4's scales a lane for each of its units -> factors of `decode`."""
-    R: tl.constexpr = s.rows // 8
     even, odd = pair_factors(pairs, DTYPE)
-    factor = tl.reshape(tl.join(even, odd), [R, s.warps, 8, 4, 1, 2])
-    factor = tl.broadcast_to(factor, [R, s.warps, 8, 4, 4, 2])
-    return tl.reshape(factor, [R * s.warps * 256])
+    # No `tl.join`: a product would take fragments of four numbers (kWidth), apart in registers.
+    is_even = tl.arange(0, s.rows * s.warps * 32) % 2 == 0
+    return tl.where(is_even, _of_units(even, s), _of_units(odd, s))
 
 
 @jit
@@ -328,11 +372,32 @@ def _zeros(s: tl.constexpr):
 @jit
 def _decode_fragments(units, factor, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a field of a step's units as fragments; with one word a lane, two fields at once."""
-    NEXT: tl.constexpr = 2 if s.halves else 1
     numbers = decode(units, factor, K, s.kind, DTYPE)
     if s.vec == 1:
-        numbers = tl.join(numbers, decode(units, factor, K + NEXT, s.kind, DTYPE))
+        numbers = _beside(numbers, decode(units, factor, K + 1, s.kind, DTYPE))
     return _weight_fragments(numbers, s)
+
+
+@jit
+def _above_units(above, s: tl.constexpr):
+    """Shift the bits above a quad's codes for each of its units, for `with_bits_above`."""
+    R: tl.constexpr = s.rows // 8
+    SHARED: tl.constexpr = 4 // s.sharing  # words of a quad
+    above = tl.reshape(above, [R, s.warps, 8, 4, SHARED, 1, 2])
+    above = tl.broadcast_to(above, [R, s.warps, 8, 4, SHARED, s.sharing, 2])
+    above = tl.reshape(above, [R * s.warps * 256])
+    word = tl.arange(0, R * s.warps * 256) // 2 % s.sharing
+    return above >> (word * (8 // s.sharing)).to(tl.int16)
+
+
+@jit
+def _digit_fragments(
+    units, factors, D: tl.constexpr, K: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Decode a field of a step's units, times digit D of their scale, as fragments."""
+    N: tl.constexpr = 2 * (K % 2 * s.digits + D if s.halves else D)
+    digit, offset = factors[0][N], factors[0][N + 1]
+    return _weight_fragments(scaled_code(units, factors[1], digit, offset, K, s.kind, DTYPE), s)
 
 
 @jit
@@ -348,6 +413,20 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
         return _of_units(e2m1_factor(scale, DTYPE), s)
     elif s.two_bits:
         return _half_quadratic_factors(tile, s, DTYPE)
+    elif s.digits > 0:
+        scale = tile[1]
+        if s.paired == 2:
+            quad = tl.arange(0, s.rows * s.warps * 4)
+            scale = tl.reshape(scale, [s.rows * s.warps * 4]).to(tl.int32)
+            scale = (scale >> quad % 2 * 8).to(tl.int16)
+        found = [_of_units(number, s) for number in scale_digits(scale, s.kind, DTYPE)]
+        above = 0
+        if s.sharing > 0:
+            above = _above_units(tile[3], s)
+        least = 0
+        if s.has_zeros:
+            least = _of_units(small_number(tile[1] >> 8 & 0xFF, 0, DTYPE), s)
+        return found, above, least
     elif s.sharing > 0:
         LANES: tl.constexpr = s.rows * s.warps * 4
         # A lane's bits begin at a place that depends on its word. The last step of a row begins at
@@ -359,14 +438,15 @@ def _decoding_factors(tile, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
-    """Multiply a step's sums by the scale of their group, and subtract zeros. K: as of `halves`."""
-    if s.kind == "q6_k":
-        return total * _row_factors(signed_byte(tile[1], K) * tile[2].to(tl.float32), s)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        factor, least = scale_and_min(tile[1], tile[2] if len(tile) > 2 else tile[1])
+def _add_scaled(before, tile, total, x_sums, s: tl.constexpr):
+    """Return `before` plus a step's sums times the scale of their group, less zeros.
+
+    Products are added one by one, so that each addition is a part of an fma.
+    """
+    if s.kind == "q4_k" or s.kind == "q5_k":  # q4_1, q5_1
+        factor, least = half(tile[1]), half(tile[1] >> 16)
         least -= factor * (8.0 if s.kind == "q4_k" else 16.0)  # of `decode`
-        return total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
+        return before + total * _row_factors(factor, s) - x_sums * _row_factors(least, s)
     else:
         factor = tile[1].to(tl.float32)
         if s.kind == "hqq":
@@ -376,9 +456,46 @@ def _scale_step(tile, total, x_sums, K: tl.constexpr, s: tl.constexpr):
                 factor = factor * tile[2] + tile[3]
                 zero = tile[4].to(tl.float32) * tile[5] + tile[6]
             total = total - x_sums * _row_factors(zero - 8.0, s)
-        elif s.kind == "iq4" and len(tile) > 2:
-            factor *= tile[2].to(tl.float32)
-        return total * _row_factors(factor, s)
+        return before + total * _row_factors(factor, s)
+
+
+@jit
+def _sum_digits(tile, sums, total, n: tl.constexpr, s: tl.constexpr):
+    """Add the sums of a step's digits, and of its mins if there are some, times its steps."""
+    value = sums[0][n]
+    for d in tl.static_range(1, s.digits):
+        value = value * s.radix + sums[d][n]
+    if s.has_zeros:
+        factor, least = half(tile[2]), half(tile[2] >> 16)
+        total -= sums[s.digits][n] * _row_factors(least, s)
+    else:
+        factor = tile[2].to(tl.float32)
+    return total + value * _row_factors(factor, s)
+
+
+@jit
+def _add_digit_products(tiles, totals, fields, s: tl.constexpr):
+    """`_add_products` of lanes whose codes have scales of their own: products of each digit."""
+    DTYPE: tl.constexpr = fields[0].dtype
+    sums = ()
+    for _ in tl.static_range(s.digits + s.has_zeros):
+        sums = sums + ([_zeros(s) for _ in tiles],)
+    factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
+    for k in tl.static_range(s.unit_fields):
+        tokens = token_fragments(fields[k], s)
+        for d in tl.static_range(s.digits):
+            part = [
+                _dot(_digit_fragments(tiles[n][0], factors[n], d, k, s, DTYPE), tokens, sums[d][n])
+                for n in s.products
+            ]
+            sums = replace(sums, d, part)
+        if s.has_zeros:
+            part = [
+                _dot(_weight_fragments(factors[n][2], s), tokens, sums[s.digits][n])
+                for n in s.products
+            ]
+            sums = replace(sums, s.digits, part)
+    return [_sum_digits(tiles[n], sums, totals[n], n, s) for n in s.products]
 
 
 @jit
@@ -391,14 +508,12 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
     VEC: tl.constexpr = s.vec
     ROWS: tl.constexpr = s.rows
     JOINED: tl.constexpr = 2 if VEC == 1 else 1  # fields in a product
-    STEP: tl.constexpr = 1 if s.halves else JOINED
-    NEXT: tl.constexpr = 2 if s.halves else 1
     sums, x_sums = totals, _zeros(s)
     if s.step_scaled:
         sums = [_zeros(s) for _ in tiles]
     factors = [_decoding_factors(tile, s, DTYPE) for tile in tiles]
-    for k in tl.static_range(0, s.unit_fields // JOINED * STEP, STEP):
-        part = tl.join(fields[k], fields[k + NEXT]) if VEC == 1 else fields[k]
+    for k in tl.static_range(0, s.unit_fields, JOINED):
+        part = _beside(fields[k], fields[k + 1]) if VEC == 1 else fields[k]
         tokens = token_fragments(part, s)
         if s.has_zeros:
             x_sums = _dot(tl.full([s.warps, ROWS, 8 * max(VEC, 2)], 1.0, DTYPE), tokens, x_sums)
@@ -406,13 +521,8 @@ def _add_products(tiles, totals, fields, s: tl.constexpr):
             _dot(_decode_fragments(tiles[n][0], factors[n], k, s, DTYPE), tokens, sums[n])
             for n in s.products
         ]
-        if s.halves:
-            totals = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, k, s) for n in s.products]
-            sums = [_zeros(s) for _ in tiles]
-    if s.halves:
-        sums = totals
-    elif s.step_scaled:
-        sums = [totals[n] + _scale_step(tiles[n], sums[n], x_sums, 0, s) for n in s.products]
+    if s.step_scaled:
+        sums = [_add_scaled(totals[n], tiles[n], sums[n], x_sums, s) for n in s.products]
     return sums
 
 
@@ -427,7 +537,10 @@ def multiply_steps(x, begins, weights, row, ahead, s: tl.constexpr):
     totals = (_zeros(s), _zeros(s)) if s.gated else (_zeros(s),)
     for turn in range(0, s.turns):
         for n in tl.static_range(EACH):
-            totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
+            if s.digits > 0:
+                totals = _add_digit_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
+            else:
+                totals = _add_products(tiles[n % s.depth], totals, xs[n % s.x_depth], s)
             # Prefetch: the registers of this step are free now. Past the end the last again.
             if s.turns > 1:
                 at = tl.minimum(turn * EACH + n + s.depth, s.steps - 1)

@@ -96,14 +96,14 @@ def empty_norm(
 def quantizes_first(weight: Weight, quads: int, tokens: int) -> bool:
     """Whether a kernel of its own quantizes x, of `quads` quads a token, for the chosen experts.
 
-    It takes 1.5 us, so that it must spare many programs more than that, as measured on an H200:
-    of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md). More tokens have more programs: from
-    three on it pays, but in int4 (docs/log/speculation.md). If words have scales, each number of x
-    is a load.
+    It takes 1.5 us, and `down` starts to load w2 only after it: it must spare many programs more
+    than that, as measured on an H200: of Mixtral's w2 in 4 bits 3 us (docs/log/small_experts.md).
+    More tokens have more programs: from three on it is taken, but in the formats whose layers are
+    faster without it (docs/log/formats.md). If words have scales, each number of x is a load.
     """
     if BITS[weight.kind] > 4:
         return False
-    several = tokens > 2 and weight.kind != "int4"
+    several = tokens > 2 and weight.kind not in ("int4", "q4_k", "nvfp4")
     return weight.word_scaled or several or quads * 4 * weight.fields > LONG_X
 
 

@@ -111,7 +111,9 @@ SEVERAL: dict[str, dict[int, Tiles]] = {
         4: Tiles(8, 64, 1, 2, registers=128),
         8: Tiles(16, 64, 1, 2, registers=128),
     },
-    **{kind: dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)) for kind in ("mxfp4", *GGUF[1:])},
+    **{kind: dict.fromkeys((4, 8), Tiles(8, 64, 1, 2)) for kind in ("mxfp4", "nvfp4", *GGUF[1:])},
+    "q4_k": dict.fromkeys((4, 8), Tiles(16, 64, 1, 2)),
+    "q8_0": dict.fromkeys((4, 8), Tiles(8, 64, 2, 2)),
 }
 
 

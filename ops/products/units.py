@@ -188,10 +188,13 @@ def finish_int4(total, weights, DTYPE: tl.constexpr):
 
 
 @jit
-def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
+def with_bits_above(
+    units, high, K: tl.constexpr, BITS: tl.constexpr, PLUS_128: tl.constexpr = False
+):
     """Return field K of units with BITS bits above it, less half of their range, as bf16.
 
     Two at a time. high (`high_bits`): those of field K are from bit 8 (K / 2) + BITS (K % 2) on.
+    PLUS_128: the code plus 128 instead.
     """
     PTX: tl.constexpr = f"""{{
         .reg .b32 bits, up, one, minus;
@@ -201,7 +204,7 @@ def with_bits_above(units, high, K: tl.constexpr, BITS: tl.constexpr):
         {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K * BITS if K < 2 else 4 + (K - 2) * BITS};
         lop3.b32 bits, bits, 0x000F000F, 0x43004300, 0xEA;
         lop3.b32 bits, up, {0x00100010 if BITS == 1 else 0x00300030}, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, one, minus;
+        {"mov.b32 $0, bits" if PLUS_128 else "fma.rn.bf16x2 $0, bits, one, minus"};
         }}"""
     return tl.inline_asm_elementwise(
         PTX, "=r,r,r", (units, high), tl.bfloat16, is_pure=True, pack=2
@@ -237,6 +240,81 @@ def iq4(units, K: tl.constexpr):
         fma.rn.bf16x2 $0, minus, one, number;
         }}"""
     return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def small_number(code, LESS: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert codes of 0 to 255, int16, less LESS, to DTYPE: exact up to 256."""
+    # 2 ** 23 + the code, by its bits: fewer instructions of the unit that converts integers.
+    number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)
+    return number.to(DTYPE)
+
+
+@jit
+def _with_offset(code, LESS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a digit of a scale, code - LESS, and what `scaled_code` adds to its products."""
+    # Powers of two, or 5 * 32 for q6_k's 128 + 32: exact.
+    digit = small_number(code, LESS, tl.float32)
+    OFFSET: tl.constexpr = 0.0 if KIND == "iq4" else -160.0 if KIND == "q6_k" else -128.0
+    return digit.to(DTYPE), (digit * OFFSET).to(DTYPE)
+
+
+@jit
+def scale_digits(scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Split integer scales into digits, the highest first, each with its offset.
+
+    Digits are so small that their products with codes have 8 bits, which bf16 holds: 0 to 7 of
+    q4_k's and q5_k's scales of 6 bits (in the lower byte of an int16); -8 to 8 of q6_k's two
+    signed bytes, in base 16; -2 to 2 of iq4's -32 to 31, in base 4, of the lower byte.
+    """
+    if KIND == "q6_k":
+        # Plus 136: both digits are 8 more.
+        first = (scale << 8 >> 8) + 136
+        second = (scale >> 8) + 136
+        first_high, more_high = _with_offset(first >> 4, 8, KIND, DTYPE)
+        first_low, more_low = _with_offset(first & 15, 8, KIND, DTYPE)
+        second_high, other_high = _with_offset(second >> 4, 8, KIND, DTYPE)
+        second_low, other_low = _with_offset(second & 15, 8, KIND, DTYPE)
+        found = (first_high, more_high, first_low, more_low)
+        return found + (second_high, other_high, second_low, other_low)
+    elif KIND == "iq4":
+        # Plus 42: all three digits are 2 more.
+        code = (scale << 8 >> 8) + 42
+        high, none = _with_offset(code >> 4, 2, KIND, DTYPE)
+        middle, _ = _with_offset(code >> 2 & 3, 2, KIND, DTYPE)
+        low, _ = _with_offset(code & 3, 2, KIND, DTYPE)
+        return high, none, middle, none, low, none
+    else:
+        high, more = _with_offset(scale >> 3 & 7, 0, KIND, DTYPE)
+        low, other = _with_offset(scale & 7, 0, KIND, DTYPE)
+        return high, more, low, other
+
+
+@jit
+def scaled_code(
+    units, above, digit, offset, K: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return the number of field K of units, times a digit of its scale: exact in 8 bits.
+
+    Numbers are codes of q4_k and q5_k as they are, and those of `decode` of q6_k and iq4. above: as
+    of `with_bits_above`. digit, offset: of `scale_digits`, for each unit.
+    """
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        if KIND == "iq4":
+            number = iq4(units, K)
+        elif KIND == "q4_k":
+            number = codes_plus_128(units, K, 4)
+        else:
+            number = with_bits_above(units, above, K, 1 if KIND == "q5_k" else 2, True)
+        PTX: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r,r", (number, digit, offset), tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        number = _decode_plainly(units, above, K, KIND)
+        if KIND == "q4_k" or KIND == "q5_k":
+            number += 8 if KIND == "q4_k" else 16
+        return (number.to(tl.float32) * digit.to(tl.float32)).to(DTYPE)
 
 
 @jit

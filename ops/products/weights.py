@@ -11,6 +11,8 @@ from ops.gpu import gpu_of
 
 # GGUF's kinds: scales are of 32 numbers, or of 16 (q6_k); `step` is of 256.
 GGUF = "q8_0", "q4_k", "q5_k", "q6_k", "iq4"
+# Digits of a scale of 6 or 8 bits, by which tensor cores multiply codes exactly (units.py)
+DIGITS = {"q4_k": 2, "q5_k": 2, "q6_k": 2, "iq4": 3}
 FOUR_BITS = "int4", "mxfp4", "nvfp4", "hqq", *GGUF[1:]
 TWO_BITS = "hqq2", "hqq3"  # hqq3's third bits are in `high`
 HALF_QUADRATIC = "hqq", *TWO_BITS
