@@ -99,14 +99,14 @@ class FewSettings(Codes):
 
     @property
     def scales(self) -> int:
-        """Scales of an expert's weight; for mxfp4 and nvfp4 pairs of them."""
+        """Scales of an expert's weight, or pairs of them: mxfp4, nvfp4 and iq4."""
         if self.has_row_scale and not self.e2m1:
             return self.out
         if self.word_scaled:
             return self.out * (self.words // 4)
         if self.kind == "fp8b":
             return triton.cdiv(self.out, self.group) * (self.width // self.group)
-        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else 1)
+        return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else self.paired)
 
     # Numbers of an expert's weight in `step`.
     steps_of_256 = property(lambda s: s.out * (s.width // 256))
