@@ -12,8 +12,9 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
+from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
-from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
+from ops.products.fragments import TILE, FewSettings, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
