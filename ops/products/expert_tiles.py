@@ -33,8 +33,9 @@ from ops.products.few_tokens import (
     unit_order,
     unit_tensors,
 )
+from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields, place_in_order, spread_begins
-from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
+from ops.products.fragments import TILE, FewSettings, multiply_steps
 from ops.products.routing import queries_of
 from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish

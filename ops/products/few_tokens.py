@@ -12,8 +12,9 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.codes import activate
+from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
-from ops.products.fragments import TILE, FewSettings, load_row_scales, load_rows, multiply_steps
+from ops.products.fragments import TILE, FewSettings, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
@@ -171,14 +172,16 @@ def choose_digit_tiles(weight: Weight, tokens: int) -> FewTiles:
     """Return how to divide a dense product whose scales are multiplied as digits.
 
     A step of 16 rows has twice the registers of int4's. So a program has 32 rows at most, and 8
-    tokens each of more than 16. With more than 16 rows for each multiprocessor programs have four
-    warps, so that several of them run at once. A head's programs are small: they wait at their end.
+    tokens each of more than 16; iq4, whose decoding binds, has 16. With more than 16 rows for each
+    multiprocessor programs have four warps, so that several of them run at once. A head's programs
+    are small: they wait at their end. All numbers are in docs/log/speculation.md.
     """
     if has_many_rows(weight):
         return FewTiles(32, 2, 1, TILE if tokens <= TILE else 2 * TILE, x_depth=1, loop=True)
-    if tokens <= TILE:
-        return choose_small_tiles(weight)
-    if tokens <= 2 * TILE:
+    if tokens <= TILE and weight.out < 64 * weight.multiprocessors:
+        tiles = choose_small_tiles(weight)
+        return tiles if tiles.depth == 0 else FewTiles(16, 8, 2, x_depth=1)
+    if TILE < tokens <= 2 * TILE or (weight.kind == "iq4" and tokens > TILE):
         warps = 8 if weight.out <= 16 * weight.multiprocessors else 4
         return FewTiles(16, warps, 4, 2 * TILE, x_depth=1)
     return FewTiles(32 if weight.out >= 512 else 16, 4, 2, TILE, x_depth=1)
