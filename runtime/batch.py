@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
-from runtime.session_prompts import ANYWHERE_CHUNKS, common_prefix
+from runtime.session_prompts import ANYWHERE_CHUNKS, capture_next, common_prefix
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -88,6 +89,9 @@ class Batch:
         self.masks = torch.full(words, ALL, dtype=torch.int32, pin_memory=session.captured)
         session.before_edit = self.write_masks
         self.overlaps = session.captured
+        # Captures a part that answers do without before; returns whether to go on with others. A
+        # server calls this while it has nothing to do.
+        self.prepare_next: Callable[[], bool] = partial(capture_next, session)
         self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
         self.forget()
 
@@ -149,13 +153,6 @@ class Batch:
                     pass
         session.between_layers = None
         session.reset()
-
-    def prepare_next(self) -> bool:
-        """Capture a part that answers do without before; return whether to go on with others.
-
-        A server calls this while it has nothing to do.
-        """
-        return self.session.capture_next()
 
     def start(
         self,

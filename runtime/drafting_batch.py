@@ -22,6 +22,8 @@ class DraftingBatch(Batch):
         super().__init__(speculation.session, max_batch)
         speculation.sizes = self.sizes
         capture_between_answers(speculation)
+        prepare_prompt = self.prepare_next
+        self.prepare_next = lambda: prepare_prompt() or speculation.captures.capture_next()
 
     def forget(self) -> None:
         super().forget()
@@ -38,9 +40,6 @@ class DraftingBatch(Batch):
             for size in self.sizes:
                 for sampling in WAYS if self.speculation.counts(size) else ():
                     self.speculation.captures.prepare(self.session.candidates(sampling), size)
-
-    def prepare_next(self) -> bool:
-        return super().prepare_next() or self.speculation.captures.capture_next()
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)

@@ -269,26 +269,6 @@ class Prompts(DecodeSteps):
         is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
         return is_later and self.prefill_runner.takes_positions(tokens, end)
 
-    def capture_next(self) -> bool:
-        """Capture one of the chunks that run anywhere; return whether to go on with others.
-
-        A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot
-        be captured, for want of memory, is the last one; others are captured when they repeat.
-        """
-        if not self.left or self.cached[0]:
-            return False
-        size, self.watch = self.left.popleft(), False
-        start = max(0, min(size, self.cache_len - size))  # as of a later turn
-        numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
-        try:
-            for _ in range(2 if self.runs_anywhere(0, size, start) else 0):
-                self.run_chunk(numbers, size, start + size)
-            self.reset(0)
-        except RuntimeError as error:
-            self.left.clear()
-            log.warning("no more prompts are captured: %s", f"{error}\n".splitlines()[0])
-        return bool(self.left)
-
     def padding(self, row: int, tokens: int, start: int) -> int:
         """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
         if not self.pads:
@@ -356,6 +336,27 @@ class Prompts(DecodeSteps):
         size = numbers.shape[1] // 2
         tokens, positions, last = numbers.split([size, size, 1], dim=1)
         return self.run_model(tokens, positions, last[0], self.runner)
+
+
+def capture_next(session: Prompts) -> bool:
+    """Capture one of the chunks that run anywhere; return whether to go on with others.
+
+    A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot be
+    captured, for want of memory, is the last one; others are captured when they repeat.
+    """
+    if not session.left or session.cached[0]:
+        return False
+    size, session.watch = session.left.popleft(), False
+    start = max(0, min(size, session.cache_len - size))  # as of a later turn
+    numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
+    try:
+        for _ in range(2 if session.runs_anywhere(0, size, start) else 0):
+            session.run_chunk(numbers, size, start + size)
+        session.reset(0)
+    except RuntimeError as error:
+        session.left.clear()
+        log.warning("no more prompts are captured: %s", f"{error}\n".splitlines()[0])
+    return bool(session.left)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -225,7 +225,7 @@ def pair_ratio(E: int, T: int, kind: str) -> float:
 
     As measured on an H100; up to 16 tokens of models with 128 and 256 experts on an H200.
     """
-    measured = kind in ("int4", "q4_k", "q8_0")
+    measured = kind in ("int4", "q4_k", "q8_0", "iq4")
     return 1.6 if measured and E >= 128 and T <= 16 else 1.3
 
 
