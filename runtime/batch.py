@@ -214,7 +214,7 @@ class Batch:
             sequence, chunks = self.prefilling
             row: int = sequence.row
             done, session.watch = session.cached[row], sequence.watch
-            alone = not self.waiting and all(other in (None, sequence) for other in self.rows)
+            alone = all(other in (None, sequence) for other in self.rows)
             session.between_layers = None if alone else self.every_layers(step)
             is_done = next(chunks, self) is self
             if sequence.row is None:  # a step has failed, and ended all sequences

@@ -899,6 +899,6 @@ def test_short_captured_prompts_get_little_padding(model, monkeypatch):
     assert [session.padding(0, tokens, 0) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
     session = open_session(model, 256)
     as_if_captured(session)
-    # Of a size that has a graph; but none behind the cache, where its first positions are.
+    # A chunk gets a size that has a graph. No padding goes behind the cache: it would wrap around.
     starts = 1, session.cache_len - 256, session.cache_len - 255
     assert [session.padding(0, 130, start) for start in starts] == [126, 126, 62]
