@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ class OneProduct:
 
     def __init__(self):
         self.weight = plain_weight(torch.empty(2048, 2048, dtype=torch.bfloat16))
+        self.model = SimpleNamespace(states=())
 
     def run(self, _=None) -> None:
         self.tiles = few_tokens.choose_few_tiles(self.weight, 8)

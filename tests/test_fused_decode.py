@@ -479,7 +479,8 @@ def test_weights_in_flight_fit_in_registers(tokens, kind, monkeypatch):
         codes = torch.empty(4096, width * BITS[kind] // 32, dtype=torch.int32)
         weight = Weight((codes,), kind, {"mxfp4": 32, "bf16": 8}.get(kind, 64))
         tiles = choose_few_tiles(weight, tokens)
-        s = DenseSettings(**settings_of(weight, tiles, tiles.tokens), blocks=1, stride=0, scale=1.0)
+        fixed = settings_of(weight, tiles, tiles.tokens)
+        s = DenseSettings(**fixed, blocks=1, all_tokens=tiles.tokens, stride=0, scale=1.0)
         lane = s.rows // 8 * s.vec * s.depth
         assert lane <= (64 if s.warps == 16 else 192), (width, tiles)
         assert s.steps % s.depth == 0
@@ -510,7 +511,7 @@ def test_the_table_has_tiles_of_several_tokens(monkeypatch):
 
 
 def test_a_heads_programs_share_x(monkeypatch):
-    """64 rows of a program in 8 bits and in GGUF's kinds; one token's programs stay."""
+    """64 rows of a program in 8 bits, 32 in GGUF's kinds; one token's programs stay."""
     monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
     monkeypatch.setattr(tilings, "measured", dict)
 
@@ -520,9 +521,9 @@ def test_a_heads_programs_share_x(monkeypatch):
         parts = [part.expand(out, *part.shape[1:]) for part in parts.values()]
         return packed_weight(parts, format.kind, format.choose_group(width, None))
 
-    for kind, rows in (("int8", 64), ("q6_k", 64), ("int4", 16)):
+    for kind, *rows in (("int8", 64, 16), ("q6_k", 32, 32), ("int4", 16, 16)):
         head, wide = weight(kind, 151936, 2048), weight(kind, 12288, 2048)
-        assert choose_few_tiles(head, 8).rows == rows and choose_few_tiles(wide, 8).rows == 16
+        assert [choose_few_tiles(each, 8).rows for each in (head, wide)] == rows
     assert dense.most_in_registers(weight("int8", 151936, 2048)) == 3
     assert dense.most_in_registers(weight("int8", 12288, 2048)) == 4
     assert tilings.choose_tiles(weight("q6_k", 151936, 2048), 64, 1).stay

@@ -427,15 +427,17 @@ def test_the_assembly_of_a_look_up_finds_each_number_of_iq4(word):
 
 @pytest.mark.parametrize("K", range(4))
 @pytest.mark.parametrize("bits", (1, 2))
-def test_the_assembly_of_bits_above_joins_their_planes(bits, K):
+@pytest.mark.parametrize("plus", (False, True))
+def test_the_assembly_of_bits_above_joins_their_planes(bits, K, plus):
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    text, at = assembly(units.with_bits_above, K=K, BITS=bits), 8 * (K // 2) + bits * (K % 2)
+    text = assembly(units.with_bits_above, K=K, BITS=bits, PLUS_128=plus)
+    at, added = 8 * (K // 2) + bits * (K % 2), 128 if plus else -(8 << bits)
     for code in range(16 << bits):
         pair = (0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K) * 0x00010001
         plane = 0xC3A5 & ~((1 << bits) - 1 << at) | code >> 4 << at
         found = run_assembly(text, _1=pair, _2=plane * 0x00010001)["$0"]
-        assert as_bf16(found) == [float(code - (8 << bits))] * 2, code
+        assert as_bf16(found) == [float(code + added)] * 2, code
 
 
 def as_bf16(register: int) -> list[float]:

@@ -50,7 +50,8 @@ def test_joined_projections_give_the_same(model):
         layer.join_projections()
     assert recurrent and all(layer.products()[1] is None for layer in recurrent)
     model.setup_cache(1, 64)
-    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-5)
+    # As beside transformers: some CPUs' products of one matrix and of two are 2e-5 apart.
+    torch.testing.assert_close(run(model, tokens), want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", ((300,), (64, 200, 36), (1, 2, 129, 168)))
