@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         from server.app import serve_session
     except ImportError as error:
         raise ValueError(
-            f"a server needs Starlette and uvicorn ({error}): pip install 'moe-fast[serve]'"
+            f"a package of the server cannot be imported ({error}): pip install 'moe-fast[serve]'"
         ) from None
     device = process_group.start(options.device)
     check_options(options)

@@ -68,4 +68,4 @@ def check_options(options: argparse.Namespace) -> None:
     if folder is not None and not folder.is_dir():
         fix = "give one that holds task files"
         raise ValueError(f"--include_path {folder}: no such folder: {fix}")
-    require_extra("--tasks needs lm-eval", "eval", "lm_eval")
+    require_extra("--tasks needs", "eval", "lm_eval")

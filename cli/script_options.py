@@ -123,7 +123,7 @@ def check_picture(options: argparse.Namespace) -> None:
     if options.output.is_dir() or not options.output.absolute().parent.is_dir():
         why = f"--output {options.output}: it is a folder, or its folder is not there"
         raise ValueError(f"{why}: give a file that can be written")
-    require_extra("a picture needs matplotlib", "plot", "matplotlib")
+    require_extra("a picture needs", "plot", "matplotlib")
 
 
 def check_study(options: argparse.Namespace) -> None:
@@ -131,4 +131,4 @@ def check_study(options: argparse.Namespace) -> None:
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: it must be at least 2")
     if options.output_dir is not None:
-        require_extra("pictures need matplotlib", "plot", "matplotlib")
+        require_extra("pictures need", "plot", "matplotlib")

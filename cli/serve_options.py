@@ -121,7 +121,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--host {options.host} can be reached by others: add --api_key, or listen on 127.0.0.1"
         )
-    require_extra("a server needs Starlette and uvicorn", "serve", *PACKAGES)
+    require_extra("a server needs", "serve", *PACKAGES)
 
 
 def check_origin(text: str) -> None:

@@ -51,9 +51,12 @@ def check_arguments(build_parser: Callable[[], Parser], *checks: Check) -> None:
 
 
 def require_extra(reason: str, extra: str, *packages: str) -> None:
-    """Raise ValueError, the reason and pip's command, unless packages are installed.
+    """Raise ValueError, with pip's command, unless packages are installed.
 
-    Nothing is imported: an extra that is missing is found before a model is loaded.
+    reason: up to the verb, such as "a picture needs"; the missing packages follow. Nothing is
+    imported: an extra that is missing is found before a model is loaded.
     """
-    if any(importlib.util.find_spec(name) is None for name in packages):
-        raise ValueError(f"{reason}: pip install 'moe-fast[{extra}]'")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing).replace("_", "-")
+        raise ValueError(f"{reason} {names}: pip install 'moe-fast[{extra}]'")

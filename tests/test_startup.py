@@ -95,11 +95,8 @@ def test_values_are_checked_before_torch_is_imported(line, message):
 @pytest.mark.parametrize(
     ("line", "package", "message"),
     (
-        (
-            "serve.py",
-            "starlette",
-            "a server needs Starlette and uvicorn: pip install 'moe-fast[serve]'",
-        ),
+        ("serve.py", "starlette", "a server needs starlette: pip install 'moe-fast[serve]'"),
+        ("serve.py", "llguidance", "a server needs llguidance: pip install 'moe-fast[serve]'"),
         ("eval.py --tasks x", "lm_eval", "--tasks needs lm-eval: pip install 'moe-fast[eval]'"),
         (
             "scripts/plot_experts.py",
