@@ -18,7 +18,7 @@ import torch
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
-from runtime.session_prompts import ANYWHERE_CHUNKS, capture_next, common_prefix
+from runtime.session_prompts import capture_next, common_prefix
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -29,7 +29,7 @@ SHARED_CHUNK, STEP_EVERY = 1024, 4
 # other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
 # Chunks of prompts that `prepare` runs on a GPU, tokens: kernels of other tiles compile for each.
-PREPARED_CHUNKS = *ANYWHERE_CHUNKS, 2048
+PREPARED_CHUNKS = 64, 128, 256, 512, 1024, 2048
 # Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
 WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
 

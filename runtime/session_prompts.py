@@ -317,7 +317,7 @@ class Prompts(DecodeSteps):
         return self.graphs(key, self.run_short_numbers, sent)
 
     def captures(self, size: int) -> bool:
-        """Whether chunks of this size are captured, those that are not short in a session alone."""
+        """Whether chunks of this size can be captured."""
         return self.graphs is not None and self.runner.can_capture(size)
 
     def short_numbers(self, part: Sequence[int], last: int, start: int) -> Tensor:
