@@ -6,7 +6,7 @@ A case is a model, its number format, and how many of its layers to build. Rando
 roofline is the larger of two times: the bytes of all weights (of a long prompt nearly every expert
 is chosen) at the measured bandwidth, and the products and attention at PEAK, without the head.
 
---kernels lists the launches of a layer.
+--kernels lists the launches of a layer. --first_turns also times prompts that have no graph yet.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from models.random_weights import (
     random_prompt,
 )
 from ops.launch import broken
+from ops.products.prompt_rows import gather_rows
+from runtime.graphs import GraphCache
 from runtime.loading import load_model
 from runtime.runner import EagerRunner
 from runtime.session import Session, SessionOptions
@@ -96,6 +98,41 @@ def time_prompt(session: Session, prompt: list[int], repeats: int) -> tuple[floa
     return sorted(found[2:])[repeats // 2], logits
 
 
+def first_turn_line(session: Session, prompt: list[int], repeats: int) -> str:
+    """Time a prompt that has no graph yet: the host launches each kernel."""
+    found = []
+    for _ in range(repeats + 2):
+        session.reset()
+        session.graphs = GraphCache(session.device)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run_prompt(session, prompt)
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start, launched))
+    whole, launched = sorted(found[2:])[repeats // 2]
+    session.reset()
+    session.graphs = GraphCache(session.device)
+    events = record_kernels(partial(run_prompt, session, prompt))
+    busy = sum(duration for _, _, duration in events) / 1e3
+    return (
+        f"{len(prompt):6} tokens, first turn: {whole * 1e3:8.2f} ms, launched after "
+        f"{launched * 1e3:.2f} ms; {len(events)} kernels and copies take {busy:.2f} ms; a call of "
+        f"gather_rows takes the host {call_seconds(session.device) * 1e6:.1f} us"
+    )
+
+
+def call_seconds(device: torch.device) -> float:
+    """Return the host's time of one launch that was made before, with its allocation."""
+    x, found = torch.zeros(1, 128, dtype=torch.bfloat16, device=device), []
+    for _ in range(100):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        gather_rows(x, None, 1, None)
+        found.append(time.perf_counter() - start)
+    return sorted(found)[50]
+
+
 def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> None:
     arch, mode, layers = case
     args = first_layers(architecture(arch), layers)
@@ -118,6 +155,8 @@ def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> Non
                 session.reset()
                 events = record_kernels(partial(run_prompt, session, prompt))
                 print("\n".join([f"  {name}", *launch_lines(events, layers)]))
+            if options.first_turns and name == "kernels":
+                print(first_turn_line(session, prompt, options.repeats), flush=True)
             broken.difference_update(RECURRENT)
             del session
         nbytes = sum(stored_bytes(block) for block in model.layers)
@@ -154,6 +193,7 @@ def build_parser() -> Parser:
     add("--chunk", type=int, metavar="N", help="tokens of a chunk (as many as a session takes)")
     add("--kernels_only", action="store_true", help="do not time PyTorch alone")
     add("--kernels", action="store_true", help="list the launches of a layer")
+    add("--first_turns", action="store_true", help="time prompts without a graph, too")
     add("--repeats", type=int, default=5, metavar="N", help="runs measured (5)")
     return parser
 

@@ -15,14 +15,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ops.gpu import gpu_of, pretended
+from ops.gpu import found, gpu_of, pretended
 
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.driver import driver
     from triton.runtime.jit import MockTensor
 except ImportError:  # a build of torch without CUDA, where no kernel is called
     triton, tl = None, SimpleNamespace(constexpr=lambda value: value)  # annotations name it
+try:
+    from triton._C.libtriton import native_specialize_impl as specialize
+    from triton.backends.compiler import BaseBackend
+except ImportError:  # another version of Triton: it finds the code of each launch itself
+    specialize = BaseBackend = None
 
 S = TypeVar("S")
 log = logging.getLogger("moe_fast")
@@ -79,6 +85,7 @@ class Kernel(triton.JITFunction if triton else object):
         self.fn, self.options, self.is_made = function, options, False
         self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.fitting: dict[tuple, object] = {}  # of `fit`
+        self.launchers: dict[tuple, tuple] = {}  # by `launch_key`: arguments of `launch_again`
 
     def __getattr__(self, name: str):
         """Let Triton read the source when it is first needed: a model uses few kernels."""
@@ -114,8 +121,31 @@ class Kernel(triton.JITFunction if triton else object):
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise KernelError(self.__name__, first) from error
+            raise KernelError(self.__name__, first_line(error)) from error
+
+    def remember(self, key: tuple, code, count: int) -> None:
+        """Keep what launches compiled code. count: of arguments before the settings."""
+        parts = [getattr(code, name, None) for name in ("run", "function", "packed_metadata")]
+        if None not in parts:
+            self.launchers[key] = *parts, (None,) * (len(self.arg_names) - count)
+
+    def launch_again(self, key: tuple, grid: tuple[int, ...], args: Sequence) -> bool:
+        """Launch as the launch of this key before, if there was one. Return whether there was.
+
+        Triton itself takes 20 to 40 us of the host for each launch, to find the code.
+        """
+        if key not in self.launchers:
+            return False
+        run, function, metadata, constants = self.launchers[key]
+        x, y, z = (*grid, 1, 1)[:3]
+        try:
+            stream = driver.active.get_current_stream(key[0])
+            run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+        except Exception as error:
+            if has_failed_on_gpu(error):
+                raise
+            raise KernelError(self.__name__, first_line(error)) from error
+        return True
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
@@ -130,6 +160,10 @@ def without_memory(arg):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     return arg
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def has_failed_on_gpu(error: Exception) -> bool:
@@ -193,7 +227,31 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *args, settings: object, **opt
     args: tensors, None for absent ones, NamedTuples of both, integers. settings: `s`. options: as
     of `launch_options`.
     """
-    kernel[grid](*args, settings, **launch_options(kernel, args, **options))
+    key = launch_key(args, settings, options) if isinstance(kernel, Kernel) else None
+    if key is None or not kernel.launch_again(key, grid, args):
+        code = kernel[grid](*args, settings, **launch_options(kernel, args, **options))
+        if key is not None:
+            kernel.remember(key, code, len(args))
+
+
+def launch_key(args: tuple, settings: object, options: dict) -> tuple | None:
+    """Return what the code of a launch depends on: device, types, settings and options.
+
+    Types are Triton's, with the alignment of pointers and the divisibility of integers. None:
+    Triton has to know of each launch, or launches do not run.
+    """
+    if Kernel.collected is not None or Kernel.recorded is not None or is_watched():
+        return None
+    device = driver.active.get_current_device()
+    types = specialize(BaseBackend, args, False, True, True)
+    return device, found.get(device), types, settings, *options.items()
+
+
+def is_watched() -> bool:
+    """Whether Triton is to call hooks for each launch, or to compile for debugging."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return specialize is None or runtime.debug or any(getattr(h, "calls", h) for h in hooks)
 
 
 def launch_options(

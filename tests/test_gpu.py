@@ -191,6 +191,19 @@ def test_a_kernels_source_is_read_once_when_it_is_needed(monkeypatch):
     assert not hasattr(copy.copy(kernel), "no_such")
 
 
+def test_a_repeated_launch_is_the_one_that_triton_makes():
+    found = run_without_gpu("launches_without_gpu.py")
+    # Integers 48 and 2 need the code of 16 and 17; fp16 and fp32, and so on, code of their own.
+    assert (found["cases"], found["first"], found["second"]) == (17, 15, 0), found
+    assert found["by Triton"] == 17 and found["codes"] == 14 and found["same"], found
+    assert (found["with a hook"], found["after it"], found["not run"]) == (1, 0, [1, 1, 0]), found
+    error = "Triton Error [CUDA]: "
+    assert found["invalid argument"] == f"KernelError: _add: {error}invalid argument"
+    illegal = "an illegal memory access"
+    assert found[illegal] == f"RuntimeError: {error}{illegal}"
+    assert "bytes of shared memory, of which there are 0" in found["a smaller GPU"]
+
+
 def test_a_kernel_that_fails_is_replaced_once_and_logged_once(become, caplog):
     become(KNOWN["sm_86"])
     tried = []
