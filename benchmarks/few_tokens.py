@@ -27,7 +27,6 @@ from cli.parser import Parser
 from formats import PLAIN
 from model import swiglu
 from ops.declared import SWIGLU
-from ops.launch import triton
 from ops.products import dense
 from ops.products.dense import Norm, dense_product
 from ops.products.expert_tiles import (
@@ -42,6 +41,7 @@ from ops.products.fragments import TILE
 from ops.products.join import norm_tokens
 from ops.products.tilings import Tiles, choose_tiles
 from ops.products.weights import BITS, Weight
+from ops.sizes import cdiv
 
 TOKENS = (5, 8, 32, 64)
 TILINGS = (  # rows, warps, depth; the most promising first
@@ -216,7 +216,7 @@ class Product:
         Rows: 16, 32, and those of one program or two a multiprocessor.
         """
         weight = self.weights.kernel
-        shares = [triton.cdiv(weight.out, weight.multiprocessors * n) for n in (1, 2)]
+        shares = [cdiv(weight.out, weight.multiprocessors * n) for n in (1, 2)]
         found = []
         for rows in sorted({16, 32, *(rows for rows in shares if 8 < rows <= 64)}):
             for warps, depth, x_depth in TWO_TILES[:most]:

@@ -49,8 +49,9 @@ from ops.attention.delta_state import (
     with_even_rows,
 )
 from ops.inductor import custom_op
-from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.pending import take_in_plain
+from ops.sizes import pow2
 
 # Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
 # takes as long, of 8 7.2 us and of 16 8.2. So do those with a decay for each channel: its products
@@ -341,7 +342,7 @@ def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
-    return dict(own=triton.next_power_of_2(tokens), precision=CHUNK_PRECISION[dtype])
+    return dict(own=pow2(tokens), precision=CHUNK_PRECISION[dtype])
 
 
 @delta_tokens.register_fake

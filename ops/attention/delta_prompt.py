@@ -26,10 +26,11 @@ from ops.attention.delta_state import (
     with_even_rows,
 )
 from ops.inductor import custom_op
-from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
+from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kernels
 from ops.plain.gated_delta import chunk_in_torch, masked_gates_in_torch
 from ops.plain.mamba2 import ssm_chunk
 from ops.plain.pending import in_place
+from ops.sizes import cdiv, pow2
 
 # How tensor cores multiply fp32: "tf32" is one product with 10 bits of mantissa, "tf32x3" three,
 # about as exact as fp32. Models in fp32 take three. Of others only the state's update does (of bf16
@@ -355,7 +356,7 @@ def _launch_chunks(tokens: Tokens, state: Tensor, row: Tensor | None, out: Tenso
     sizes = H, K, CK, CV, min(COLUMNS, CV), ba.stride(1)
     layer = RuleSettings(*sizes, precision, 1, is_delta, has_channels)
     sizes = Q, *q.stride()[:2], *v.stride()[:2]
-    most = max(16, min(CHUNK, triton.next_power_of_2(Q)))
+    most = max(16, min(CHUNK, pow2(Q)))
     chunks = (T for T in (64, 32, 16) if most >= T)
     candidates = ((replace(layer, rows=T), dict(warps=4, stages=2)) for T in chunks)
     # Any fp32 tensor has the type of the systems, whose sizes follow from the chunk.
@@ -375,7 +376,7 @@ def _solve_chunks(
     tokens: Tokens, state: Tensor, sizes: tuple[int, ...], s: RuleSettings
 ) -> Systems:
     B, H = len(tokens.q), s.heads
-    grid = triton.cdiv(sizes[0], s.rows), H, B
+    grid = cdiv(sizes[0], s.rows), H, B
     values, keys, scores = (
         state.new_empty(B, H, grid[0], s.rows, C) for C in (s.value_dim, s.key_dim, s.rows)
     )

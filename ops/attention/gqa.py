@@ -33,6 +33,7 @@ from ops.attention.softmax import MAX_PARTS, PROGRAMS, count_parts
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import check_shapes, fit, launch
+from ops.sizes import pow2
 
 FEWEST_ROWS = 16  # that tensor cores multiply
 FEW_PARTS = 8  # up to which a part is one block, with one query of a plain cache (H100)
@@ -169,11 +170,6 @@ class KernelSettings:
     score_scale = property(lambda s: 1.0 if s.appends else s.layer.scale)  # that queries lack
     # A window begins at a multiple of this, so that int8 scales are loaded as vectors.
     align = property(lambda s: 16 if s.int8 else 1)
-
-
-def pow2(n: int) -> int:
-    """Return the least power of two from n on, without Triton too."""
-    return 1 << (n - 1).bit_length()
 
 
 def choose_tiles(C: int, itemsize: int, Q: int) -> Iterator[Tile]:

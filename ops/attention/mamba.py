@@ -36,8 +36,9 @@ from ops.attention.delta_state import (
     with_even_rows,
 )
 from ops.inductor import custom_op
-from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.pending import take_in_plain
+from ops.sizes import pow2
 
 ROWS = 32  # most rows of a head's state in a program
 WARPS = 4
@@ -73,7 +74,7 @@ class MambaSettings:
     rows = property(lambda s: min(ROWS, s.head_dim))
     blocks = property(lambda s: s.head_dim // s.rows)  # programs of a head
     threads = property(lambda s: 32 * WARPS)
-    padded_sharing = property(lambda s: triton.next_power_of_2(s.sharing))
+    padded_sharing = property(lambda s: pow2(s.sharing))
 
 
 # Channels, taps, inputs before a token: each a tuple of those of x, of B, and of C.

@@ -29,6 +29,7 @@ from ops.attention.softmax import PROGRAMS, count_parts, weigh
 from ops.gpu import gpu_of
 from ops.launch import await_previous, check_shapes, fit, jit, launch, tl, triton
 from ops.products.units import signed_bytes
+from ops.sizes import cdiv, pow2
 
 MAX_QUERIES = 64  # tokens of each sequence
 LONG_CACHE = 8192  # positions
@@ -86,9 +87,9 @@ class LatentSettings:
     wkv_rows = property(lambda s: s.unrotated + s.value_dim)
     rows = property(lambda s: s.queries * s.heads)  # rows of a sequence: heads of its queries
     # M, at most what the registers of a program hold.
-    tile_rows = property(lambda s: min(32, max(16, triton.next_power_of_2(s.rows))))
+    tile_rows = property(lambda s: min(32, max(16, pow2(s.rows))))
     # Tokens of a program of `_map_queries` and of `_merge_values`.
-    each = property(lambda s: triton.cdiv(s.tokens, TOKENS_AT_ONCE) if s.queries > 1 else 1)
+    each = property(lambda s: cdiv(s.tokens, TOKENS_AT_ONCE) if s.queries > 1 else 1)
 
 
 def has_tiles(rotary_dim: int, rank: int) -> bool:
@@ -311,17 +312,17 @@ def attend_latent_tokens(
         kv_norm=(x.kv_norm, (rank,)),
     )
     tile, values = tile or choose_tile(S, x.cache.element_size(), Q), layer.value_dim
-    columns, rows = min(tile.columns, rank), min(tile.values, triton.next_power_of_2(values))
+    columns, rows = min(tile.columns, rank), min(tile.values, pow2(values))
     tile = replace(tile, columns=columns, values=rows)
     s = replace(layer, queries=Q, tokens=T, length=S, q_row=x.q.stride(0), kv_row=x.kv.stride(0))
     mapped, y = x.q.new_empty(T, H, rank), x.q.new_empty(T, H * values)
     s, options = _fit_tile(x, mapped, s, smaller_tiles(tile))
     partial = x.q.new_empty(B, s.parts, s.rows, rank, dtype=torch.float32)
-    sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), triton.cdiv(T, s.each)
+    sums, tokens = partial.new_empty(B, s.parts, s.rows, 2), cdiv(T, s.each)
     launch(_map_queries, (rank // columns, H + 1, tokens), x, mapped, settings=s)
-    grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
+    grid = s.parts, cdiv(s.rows, s.tile_rows), B
     launch(_attend_part, grid, x, mapped, partial, sums, settings=s, **options)
-    grid, warps = (triton.cdiv(values, rows), H, tokens), max(1, rank // 128)
+    grid, warps = (cdiv(values, rows), H, tokens), max(1, rank // 128)
     launch(_merge_values, grid, x, partial, sums, y, settings=s, warps=warps)
     return y
 
@@ -331,7 +332,7 @@ def _fit_tile(
 ) -> tuple[LatentSettings, dict]:
     """Return settings with the first tile that fits and its parts, and options of the launch."""
     B, device, empty = len(x.positions), x.q.device, x.q.new_empty(0, dtype=torch.float32)
-    programs = B * triton.cdiv(s.rows, s.tile_rows)
+    programs = B * cdiv(s.rows, s.tile_rows)
     candidates = (replace(s, tile=tile) for tile in tiles)
     if s.maps:
         candidates = (
@@ -361,7 +362,7 @@ def attend_latent(
     x = LatentTensors(q, None, None, positions, kv, scales, None, None)
     tiles = (Tile(block, 2) for block in (32, 16) if block == 16 or kv.element_size() < 4)
     s, options = _fit_tile(x, q, s, tiles)
-    grid = s.parts, triton.cdiv(s.rows, s.tile_rows), B
+    grid = s.parts, cdiv(s.rows, s.tile_rows), B
     launch(_attend_part, grid, x, q, y, sums, settings=s, pdl=False, **options)
     return y, sums
 
@@ -372,6 +373,6 @@ def _attend_latent_fake(
 ) -> tuple[Tensor, Tensor]:
     (B, Q, H, _), limit = q.shape, PROGRAMS * gpu_of(q.device).multiprocessors
     s = LatentSettings(H, 0, 0, rank, scale, queries=Q)
-    parts = max(1, int(limit // (B * triton.cdiv(s.rows, s.tile_rows))))
+    parts = max(1, int(limit // (B * cdiv(s.rows, s.tile_rows))))
     y = q.new_empty(B, parts, s.rows, rank, dtype=torch.float32)
     return y, y.new_empty(*y.shape[:-1], 2)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ops.attention.gqa import AttentionSettings, HeadWeights, decode_settings
 from ops.attention.heads import inverse_rms, load_head, load_head_norm, load_rotation, load_value
-from ops.launch import check_shapes, fit, jit, launch, tl, triton
+from ops.launch import check_shapes, fit, jit, launch, tl
+from ops.sizes import cdiv
 
 KERNELS = "prepare_heads", "_attend_prompt"
 ROWS = 8  # heads of a token at once
@@ -268,5 +269,5 @@ def attend_prompt(
     )
     given = q.contiguous(), k, v, sinks, y, begin, Q, S, k.stride(0), k.stride(1)
     s, options = fit(_attend_prompt, candidates, *given)
-    launch(_attend_prompt, (triton.cdiv(Q, s.queries), H), *given, settings=s, **options)
+    launch(_attend_prompt, (cdiv(Q, s.queries), H), *given, settings=s, **options)
     return y

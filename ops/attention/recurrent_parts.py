@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ops.attention.delta_state import count_real, fit_tiles, with_even_rows
-from ops.launch import can_launch, check_shapes, jit, launch, tl, triton, try_kernels
+from ops.launch import can_launch, check_shapes, jit, launch, tl, try_kernels
 from ops.plain.attention import gate_heads
 from ops.plain.gated_delta import norm_in_torch
 from ops.plain.mamba2 import gated_group_norm as group_norm_in_torch
 from ops.plain.pending import convolve_plain
+from ops.sizes import cdiv, pow2
 
 # Short prompts have few programs, so each has fewer tokens. 200 tokens of 8,192 channels: 7.1 us,
 # with 16 tokens a program 8.4.
@@ -36,7 +37,7 @@ class PartSettings:
     is_silu: bool = True  # the gate's activation; else sigmoid
     gates_first: bool = False  # the norm is of gated numbers, and each head has weights of its own
 
-    padded = property(lambda s: triton.next_power_of_2(s.head_dim))
+    padded = property(lambda s: pow2(s.head_dim))
 
 
 def _in_eager_code(name: str, launch: Callable, plain: Callable) -> Callable:
@@ -112,7 +113,7 @@ def launch_convolution(
     if window.stride()[1:] != (N, 1) or s.rows < W:
         raise ValueError(f"a window of {W - 1} inputs with strides {window.stride()}")
     x, y = x if x.stride(2) == 1 else x.contiguous(), x.new_empty(B, Q, N)
-    grid = triton.cdiv(N, s.columns), triton.cdiv(Q, s.rows), B
+    grid = cdiv(N, s.columns), cdiv(Q, s.rows), B
     tensors, strides = (x, window, weight, bias, last, row, y), (*x.stride()[:2], window.stride(0))
     launch(_convolve_prompt, grid, *tensors, Q, *strides, settings=s, warps=1)
     return y
@@ -159,7 +160,7 @@ def launch_norm_heads(
 def launch_group_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     check_shapes(gate=(gate, y.shape), weight=(weight, y.shape[2:]))
     dim = y.shape[2] // groups
-    rows = max(1, 1024 // triton.next_power_of_2(dim))
+    rows = max(1, 1024 // pow2(dim))
     s = PartSettings(rows, heads=groups, head_dim=dim, eps=eps, gates_first=True)
     return _launch_norm(y, gate, weight, gate.new_empty(gate.shape), s)
 
@@ -175,7 +176,7 @@ def _launch_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, y: Tensor, s: PartSettings
 ) -> Tensor:
     gate, count = with_even_rows(gate), x.numel() // s.head_dim
-    tensors, grid = (x.contiguous(), gate, weight, y), (triton.cdiv(count, s.rows),)
+    tensors, grid = (x.contiguous(), gate, weight, y), (cdiv(count, s.rows),)
     launch(_norm_heads, grid, *tensors, count, gate.stride(1), settings=s)
     return y
 

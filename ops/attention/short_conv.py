@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ops.attention.delta_state import count_real, memory_row, with_even_rows
 from ops.inductor import custom_op
-from ops.launch import await_previous, check_shapes, jit, launch, tl, triton
+from ops.launch import await_previous, check_shapes, jit, launch, tl
 from ops.plain.ring import RING_SPARE
+from ops.sizes import cdiv
 
 NAME = "_short_conv"
 BLOCK, PROMPT_BLOCK = 128, 1024  # channels of a program
@@ -146,7 +147,7 @@ def short_conv(
     s = ConvSettings(N, W, R, projected.stride(1), T == 1, is_prompt, block)
     y, place = projected.new_empty(B, T, N), Place(positions, last, row, past)
     tensors = projected, ring, ConvWeights(*weights), place, y
-    grid = triton.cdiv(N, block), B, T
+    grid = cdiv(N, block), B, T
     # Without PDL the past is complete when the kernel starts.
     launch(_short_conv, grid, *tensors, T, begin, settings=s, pdl=not is_prompt)
     return y

@@ -39,6 +39,7 @@ from ops.products.quantized_x import quantize_tokens
 from ops.products.tilings import Tiles, choose_tiles, has_many_rows
 from ops.products.weights import BITS, Weight, WeightTensors, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
+from ops.sizes import cdiv, pow2
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ def dense_product(
     fields = dict(eps=eps, groups=groups, scale=scale, activation=activation, early=early)
     if T > 1:
         tokens = min(T, most)
-        fields |= dict(T=T, tokens=tokens, blocks=triton.cdiv(T, tokens), stride=y.stride(0))
+        fields |= dict(T=T, tokens=tokens, blocks=cdiv(T, tokens), stride=y.stride(0))
     if weight.word_scaled and scales is None:
         x = quantize_tokens(operand_of(x, weight).view(T, -1), weight)
         fields["early"] = False  # the previous kernel writes x
@@ -375,7 +376,7 @@ def rows_beside(weight: Weight, T: int) -> int:
     A few programs, which run at once, and have registers for all of their weights, and for several
     tokens' x.
     """
-    rows = min(8, triton.next_power_of_2(triton.cdiv(8 * weight.out, weight.multiprocessors)))
+    rows = min(8, pow2(cdiv(8 * weight.out, weight.multiprocessors)))
     return rows if T == 1 else max(1, rows // 2)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.products.codes import activate
 from ops.products.few_tokens import (
     FewTiles,
@@ -40,6 +40,7 @@ from ops.products.routing import queries_of
 from ops.products.tilings import measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import Weight, WeightTensors
+from ops.sizes import cdiv, pow2
 
 MAX_TOKENS = 64
 SORTED = 4  # pairs and tiles of a program of `_sort_pairs`
@@ -66,9 +67,9 @@ class SortSettings:
     P = property(lambda s: s.T * s.A)
     tile = property(lambda s: choose_tile(s.E, s.P))
     tiles = property(lambda s: min(s.P, s.E + s.P // s.tile))  # the most tiles that there may be
-    block = property(lambda s: triton.next_power_of_2(s.P))
+    block = property(lambda s: pow2(s.P))
     # Bins of experts; the last ones have what is no pair.
-    bins = property(lambda s: triton.next_power_of_2(s.E + 1))
+    bins = property(lambda s: pow2(s.E + 1))
     sorted = property(lambda s: SORTED)
 
 
@@ -250,7 +251,7 @@ def _combine(parts, residual, last, y, s: tl.constexpr, PDL: tl.constexpr):
 
 def choose_tile(E: int, pairs: int) -> int:
     """Return the pairs of a tile, 8 to 32: an expert's even share of the pairs, if it is more."""
-    return min(32, max(TILE, triton.next_power_of_2(pairs // E)))
+    return min(32, max(TILE, pow2(pairs // E)))
 
 
 def choose_few(weight: Weight, gated: bool, tile: int, tokens: int) -> FewTiles:
@@ -284,7 +285,7 @@ def sort_pairs(indices: Tensor, E: int, last: Tensor | None = None) -> PairTiles
     s = SortSettings(E, A, T, queries_of(T, last))
     shapes = (s.tiles, s.tile), s.tiles, s.tiles
     order = PairTiles(*(indices.new_empty(shape, dtype=torch.int32) for shape in shapes))
-    grid = (triton.cdiv(s.P, SORTED),)
+    grid = (cdiv(s.P, SORTED),)
     launch(_sort_pairs, grid, indices, last, order, settings=s, warps=2)
     return order
 
@@ -325,7 +326,7 @@ def multiply_tiles(
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     x = order_words(x, weight)
     tensors = x, order, routing, unit_tensors(weight, x.dtype), bias, y
-    grid = triton.cdiv(N, s.stored), count
+    grid = cdiv(N, s.stored), count
     launch(_multiply_tiles, grid, *tensors, settings=s, **tiles.options)
     return y
 
@@ -346,7 +347,7 @@ def combine(
     T, D = len(parts) // A, parts.shape[1]
     y = torch.empty(T, D, dtype=dtype, device=parts.device) if out is None else out
     s = CombineSettings(D, A, queries_of(T, last), scale)
-    launch(_combine, (T, triton.cdiv(D, COLUMNS)), parts, residual, last, y, settings=s)
+    launch(_combine, (T, cdiv(D, COLUMNS)), parts, residual, last, y, settings=s)
     return y
 
 

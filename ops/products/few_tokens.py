@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.products.codes import activate
 from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
@@ -18,6 +18,7 @@ from ops.products.fragments import TILE, FewSettings, multiply_steps
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
+from ops.sizes import cdiv, pow2
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
@@ -148,7 +149,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     warps = 8 if few else 4
     if tokens > TILE:
         narrow = weight.out < 512
-        size = TILE if narrow or triton.cdiv(weight.out, 64) * tokens < 16 * 128 else 16
+        size = TILE if narrow or cdiv(weight.out, 64) * tokens < 16 * 128 else 16
         size = BLOCK if tokens % size else size
         shares = tokens < 2 * TILE or weight.kind == "bf16"
         fits = tokens <= 2 * TILE and weight.out < 64 * weight.multiprocessors
@@ -197,7 +198,7 @@ def choose_small_tiles(weight: Weight) -> FewTiles:
     most = MOST_OF_DIGITS if has_digits(weight) else most
     found = []
     for warps, registers in most.items():
-        steps = triton.cdiv(4 * weight.quads, 4 * words_of_lane(weight) * warps)
+        steps = cdiv(4 * weight.quads, 4 * words_of_lane(weight) * warps)
         depth = largest_divisor(steps, registers // each)
         if depth == steps:
             return FewTiles(16, warps, 0, x_depth=1)
@@ -211,7 +212,7 @@ def choose_two_tiles(weight: Weight) -> FewTiles:
     Each program reads all of x. So a multiprocessor has one program of a bf16 weight with up to 32
     rows each: 22 of gpt-oss-20b's wo. With 16 rows some would have twice as many.
     """
-    rows = triton.cdiv(weight.out, weight.multiprocessors)
+    rows = cdiv(weight.out, weight.multiprocessors)
     if weight.kind == "bf16" and 16 < rows <= 32:
         return FewTiles(rows, 8, 8, 2 * TILE, x_depth=2)
     return FewTiles(16, 8, 4, 2 * TILE, x_depth=1)
@@ -259,7 +260,7 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = Fa
     ordered: x is in the weight's `UnitOrder`.
     """
     words, vec = 4 * weight.quads, words_of_lane(weight)
-    steps = triton.cdiv(words, 4 * vec * tiles.warps)
+    steps = cdiv(words, 4 * vec * tiles.warps)
     depth = largest_divisor(steps, tiles.depth or steps)  # no step is past the end
     return dict(
         out=weight.out,
@@ -267,7 +268,7 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = Fa
         group=weight.group,
         kind=weight.kind,
         vec=vec,
-        rows=max(16, triton.next_power_of_2(tiles.rows)),
+        rows=max(16, pow2(tiles.rows)),
         stored=tiles.rows,
         warps=tiles.warps,
         depth=depth,
@@ -297,12 +298,12 @@ def down_few(
     Raises ValueError unless all programs have the same number of tokens.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
-    blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
+    blocks, tokens = cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
     fixed = settings_of(weight, tiles, tokens)
     fixed |= dict(blocks=blocks, all_tokens=len(x), stride=y.stride(0), scale=scale)
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
-    grid = triton.cdiv(s.out, s.stored), blocks
+    grid = cdiv(s.out, s.stored), blocks
     tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y
     launch(_down_few, grid, *tensors, settings=s, **tiles.options)

@@ -25,7 +25,7 @@ of hqq3, are rounded to 16 bits, as a prompt's are.
 
 from dataclasses import dataclass
 
-from ops.launch import jit, tl, triton
+from ops.launch import jit, tl
 from ops.products.few_weights import load_rows
 from ops.products.few_x import load_fields, token_fragments
 from ops.products.pipeline import replace
@@ -40,6 +40,7 @@ from ops.products.units import (
     small_number,
 )
 from ops.products.weights import DIGITS, GGUF, Codes
+from ops.sizes import cdiv, pow2
 
 TILE = 8  # tokens of a tensor core's instruction
 UNROLLED = 8  # most steps that are unrolled, so that none is loaded in vain
@@ -74,13 +75,13 @@ class FewSettings(Codes):
     neighbors = property(lambda s: s.ordered or s.unit_fields == 1)
     width = property(lambda s: s.words * s.fields)  # numbers of a row
     step_words = property(lambda s: 4 * s.vec * s.warps)
-    steps = property(lambda s: triton.cdiv(s.words, s.step_words))
+    steps = property(lambda s: cdiv(s.words, s.step_words))
     # Whether no program has rows past the end.
     whole_rows = property(lambda s: s.out // len(s.products) % s.stored == 0)
     # Turns of the loop over steps.
     turns = property(lambda s: 1 if s.steps <= UNROLLED and not s.loop else s.steps // s.depth)
     # Tiles of a program, a power of two.
-    tiles = property(lambda s: triton.next_power_of_2(triton.cdiv(s.tokens, TILE)))
+    tiles = property(lambda s: pow2(cdiv(s.tokens, TILE)))
     # Whether a scale multiplies the sum of a step's products.
     step_scaled = property(lambda s: s.kind in ("int4", "hqq", "fp8b", *GGUF))
     # Whether sums of x are multiplied by a number of a group, and subtracted.
@@ -106,7 +107,7 @@ class FewSettings(Codes):
         if self.word_scaled:
             return self.out * (self.words // 4)
         if self.kind == "fp8b":
-            return triton.cdiv(self.out, self.group) * (self.width // self.group)
+            return cdiv(self.out, self.group) * (self.width // self.group)
         return self.out * (self.width // self.group) // (2 if self.kind == "mxfp4" else self.paired)
 
     # Numbers of an expert's weight in `step`.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ops.declared import Routing
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.products.branches import (
     load_branch_again,
     load_branches,
@@ -38,6 +38,7 @@ from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router
 from ops.products.weights import Weight
 from ops.ranks.mailbox import MAX_PROGRAMS, Messages, TokenInbox, count_call, load_call, words_of
+from ops.sizes import cdiv, pow2
 
 MANY_PROGRAMS = 256  # about as many of `norm_router` as an H200 runs with the least delay
 PROBES = 32  # words of a message for which a program waits before it reads all of them
@@ -103,7 +104,7 @@ class Join:
     order: UnitOrder | None = None  # in which the norm is stored
 
     # Numbers of a tile that has a token, or a part of it.
-    block = property(lambda s: s.part or triton.next_power_of_2(s.D))
+    block = property(lambda s: s.part or pow2(s.D))
     # Words of a message that a program waits for at first.
     probes = property(lambda s: PROBES if s.D >= PROBES and not s.part else 0)
 
@@ -311,9 +312,9 @@ class NormRouter:
 
 def divide_token(N: int, D: int) -> tuple[int, int, int]:
     """Return programs that run at once, and the scores and numbers of a token that each stores."""
-    rows = triton.next_power_of_2(triton.cdiv(N, MAX_PROGRAMS))
-    programs = triton.cdiv(N, rows)
-    return programs, rows, max(8, triton.next_power_of_2(triton.cdiv(D, programs)))  # 16 bytes
+    rows = pow2(cdiv(N, MAX_PROGRAMS))
+    programs = cdiv(N, rows)
+    return programs, rows, max(8, pow2(cdiv(D, programs)))  # 16 bytes
 
 
 def norm_router(
@@ -356,7 +357,7 @@ def norm_router(
         # Each program norms the token. Of several tokens there are more programs than run at once.
         several = (4, 2) if T > 1 else ()
         rows = rows or next((n for n in several if N * T // n >= MANY_PROGRAMS), 1)
-        programs = triton.cdiv(N, rows)
+        programs = cdiv(N, rows)
     else:
         programs, rows, share = divide_token(N, D)
         warps = 4 if words_of(D, len(inbox.slots)) <= 4096 else 8
@@ -416,7 +417,7 @@ def add_branch(
         added = added._replace(memory=inbox.memory, calls=inbox.calls)
         s = replace(s, messages=inbox.sizes)
     if added.norm is None:
-        s, grid, warps = replace(s, many=False, part=PART, early=True), (triton.cdiv(D, PART),), 1
+        s, grid, warps = replace(s, many=False, part=PART, early=True), (cdiv(D, PART),), 1
     tensors = x, added, None, Router(), Results(total=total)
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return total

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ops.launch import add_both, jit, tl, triton
+from ops.launch import add_both, jit, tl
 from ops.products.codes import load_scales, multiply_chunk
 from ops.products.operands import (
     group_inverse_rms,
@@ -31,6 +31,7 @@ from ops.products.operands import (
 from ops.products.quantized_x import QuantizedX
 from ops.products.tilings import Tiles, choose_tiles, depth_of, programs_of
 from ops.products.weights import Codes, Weight
+from ops.sizes import cdiv, pow2
 
 S = TypeVar("S", bound="Product")
 
@@ -347,8 +348,8 @@ def settings_of(
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
     tiles = tiles or choose_tiles(weight, quads, fields["loads"], of_tokens, experts > 0)
-    rows = min(tiles.rows, triton.next_power_of_2(out + 1) // 2)
-    programs, each = triton.cdiv(out, rows), 1
+    rows = min(tiles.rows, pow2(out + 1) // 2)
+    programs, each = cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:
         programs, each = programs_of(tiles, programs, weight.multiprocessors, pairs)
     settings = kind(

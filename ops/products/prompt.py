@@ -27,7 +27,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.inductor import custom_op
-from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, triton, try_kernels
+from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kernels
 from ops.products.codes import activate
 from ops.products.prompt_weights import (
     PromptSettings,
@@ -41,6 +41,7 @@ from ops.products.prompt_weights import (
     weight_field,
 )
 from ops.products.units import finish, finish_int4
+from ops.sizes import cdiv
 
 
 class Speed(NamedTuple):
@@ -317,9 +318,9 @@ def grouped_gemm(
         for t in tiles
     )
     s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
-    tiles, blocks = triton.cdiv(N, s.tile.rows) + E - 1, triton.cdiv(results, s.block)
-    times = triton.cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
-    launch(_grouped, (triton.cdiv(blocks, times), tiles, times), *given, settings=s, **options)
+    tiles, blocks = cdiv(N, s.tile.rows) + E - 1, cdiv(results, s.block)
+    times = cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
+    launch(_grouped, (cdiv(blocks, times), tiles, times), *given, settings=s, **options)
     return y
 
 

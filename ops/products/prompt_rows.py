@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.launch import check_shapes, jit, launch, tl, triton
+from ops.launch import check_shapes, jit, launch, tl
 from ops.products.codes import activate
+from ops.sizes import cdiv, pow2
 
 KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
 CHUNKS = 128  # into which pairs are divided, at most: each program reads the counts of all
@@ -30,7 +31,7 @@ class GroupSettings:
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
 
-    bins = property(lambda s: max(64, triton.next_power_of_2(s.E)))
+    bins = property(lambda s: max(64, pow2(s.E)))
     parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
 
 
@@ -44,8 +45,8 @@ class RowSettings:
 
     most: int = 1024  # numbers of a program
 
-    block = property(lambda s: min(s.most, triton.next_power_of_2(s.width)))
-    padded = property(lambda s: triton.next_power_of_2(s.width))
+    block = property(lambda s: min(s.most, pow2(s.width)))
+    padded = property(lambda s: pow2(s.width))
 
 
 @jit
@@ -175,9 +176,9 @@ def group_pairs(
     expert computes rows of padding.
     """
     N, active, experts = experts.numel(), experts.shape[1], experts.contiguous()
-    chunk = max(128, triton.next_power_of_2(triton.cdiv(N, CHUNKS)))
+    chunk = max(128, pow2(cdiv(N, CHUNKS)))
     s = GroupSettings(n_expert, active, chunk)
-    chunks = triton.cdiv(N, s.chunk)
+    chunks = cdiv(N, s.chunk)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
     counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
@@ -194,7 +195,7 @@ def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | 
     y = x.new_empty(count, width)
     # Neighbors of a result come from all over a row.
     s = RowSettings(width, active, most=1024 if columns is None else 4096)
-    grid = count, triton.cdiv(width, s.block)
+    grid = count, cdiv(width, s.block)
     launch(_gather_rows, grid, x.contiguous(), pairs, columns, y, settings=s)
     return y
 
@@ -220,7 +221,7 @@ def activate_rows(
         experts = experts.contiguous()
     y = both.new_empty(N, width)
     s = RowSettings(width, activation=activation)
-    grid = N, triton.cdiv(width, s.block)
+    grid = N, cdiv(width, s.block)
     launch(_activate_rows, grid, both, bias, pairs, experts, columns, y, settings=s)
     return y
 
@@ -252,5 +253,5 @@ def combine_rows(
     y = parts.new_empty(T, width)
     s = RowSettings(width, A)
     tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y
-    launch(_combine_rows, (T, triton.cdiv(width, s.block)), *tensors, settings=s)
+    launch(_combine_rows, (T, cdiv(width, s.block)), *tensors, settings=s)
     return y

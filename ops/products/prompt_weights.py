@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.launch import jit, launch, tl, triton
+from ops.launch import jit, launch, tl
 from ops.products.units import (
     decode,
     decode_hqq,
@@ -28,6 +28,7 @@ from ops.products.units import (
     to_fp32,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
+from ops.sizes import cdiv, pow2
 
 # More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
 # were not measured),
@@ -80,7 +81,7 @@ class PromptSettings(Codes):
     has_offset = property(lambda s: s.half_quadratic or s.kind in ("q4_k", "q5_k", "q6_k"))
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
-    experts_pow2 = property(lambda s: triton.next_power_of_2(s.E))
+    experts_pow2 = property(lambda s: pow2(s.E))
 
     # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
@@ -383,6 +384,6 @@ def multiply_unpacked(
     y = x.new_empty(out, width)
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     s = PromptSettings(out, width, 1, kind, bits, group, TILE, own_order=own_order)
-    grid = triton.cdiv(out, TILE.outputs), triton.cdiv(width, TILE.numbers)
+    grid = cdiv(out, TILE.outputs), cdiv(width, TILE.numbers)
     launch(_unpack, grid, tensors, y, settings=s, warps=TILE.warps)
     return F.linear(x, y)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.products.operands import load_x, quantize
 from ops.products.weights import BITS, Codes, Weight
+from ops.sizes import cdiv, pow2
 
 LONG_X = 16384  # numbers: one token's longer x is quantized by a kernel of its own, for few bits
 
@@ -88,7 +89,7 @@ def empty_norm(
     """Return where a kernel stores the norm of x [T, D], for integers a `QuantizedX`; layout."""
     if weight is None or not weight.integers:
         return torch.empty_like(x), None
-    lanes = max(8 * warps, triton.next_power_of_2(triton.cdiv(weight.quads, programs)))
+    lanes = max(8 * warps, pow2(cdiv(weight.quads, programs)))
     layout = Layout(weight.kind, weight.group, weight.quads, lanes)
     return empty_quantized(x, weight.quads, weight), layout
 
@@ -113,5 +114,5 @@ def quantize_tokens(x: Tensor, weight: Weight) -> QuantizedX:
     quantized = empty_quantized(x, quads, weight)
     s = Layout(weight.kind, weight.group, quads, 8, T)
     tensors = x, quantized.operands, quantized.units
-    launch(_quantize_token, (triton.cdiv(quads, s.lanes), T), *tensors, settings=s, warps=1)
+    launch(_quantize_token, (cdiv(quads, s.lanes), T), *tensors, settings=s, warps=1)
     return quantized

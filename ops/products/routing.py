@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ops.declared import Routing
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.ranks.mailbox import MAX_DIM
+from ops.sizes import pow2
 
 MAX_EXPERTS = 512
 MAX_PAIRS = 32
@@ -54,7 +55,7 @@ class ChoiceSettings:
     N = property(lambda s: s.E + s.gated)  # scores of a row
     # Scores from token to token, if the kernel gets no score_bias.
     row = property(lambda s: s.rows * s.N)
-    block = property(lambda s: triton.next_power_of_2(s.E))  # experts of a tile
+    block = property(lambda s: pow2(s.E))  # experts of a tile
 
 
 def choice_of(E: int, routing: Routing) -> ChoiceSettings:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ops.gpu import Gpu
-from ops.launch import triton
 from ops.products.weights import GGUF, TWO_BITS, Weight
+from ops.sizes import cdiv, pow2
 
 TABLE = Path(__file__).with_name("tilings.json")
 RESIDENT = 16  # warps of staying programs on a multiprocessor, with 128 registers a lane
@@ -63,7 +63,7 @@ class Default:
         fitting = (n for n in (256, 128, 64) if n <= most and -quads % n <= quads // self.waste)
         lanes = next(fitting, 32)
         rows = self.long_rows if self.long_rows and quads > LONG else self.rows
-        count = triton.cdiv(quads, lanes)
+        count = cdiv(quads, lanes)
         depth = next(n for n in range(min(count, self.depth), 0, -1) if count % n == 0)
         # More chunks of x than two are held in more registers: the compiler's choice, no spills.
         registers = self.registers if lanes == 32 and count <= 2 else 0
@@ -150,7 +150,7 @@ def place_of(weight: Weight, work: str, tokens: int, quads: int = 0) -> Place:
     kind = weight.kind
     if work in ("1", "2") and kind == "hqq" and len(weight.parts) == 3:
         kind = "int4"  # uint4 takes its registers, not those of hqq with its steps
-    count = triton.next_power_of_2(tokens)
+    count = pow2(tokens)
     return Place(kind, work, count, weight.out, quads or weight.quads)
 
 
@@ -188,7 +188,7 @@ def has_many_rows(weight: Weight) -> bool:
 
 def depth_of(quads: int, tiles: Tiles) -> int:
     """Return the chunks in flight."""
-    chunks = triton.cdiv(quads, tiles.lanes)
+    chunks = cdiv(quads, tiles.lanes)
     depth = min(tiles.depth or chunks, chunks)
     # The next tile's first chunks take the registers of this one's last ones, in order.
     while tiles.stay and chunks % depth:
@@ -198,5 +198,5 @@ def depth_of(quads: int, tiles: Tiles) -> int:
 
 def programs_of(tiles: Tiles, count: int, multiprocessors: int, pairs: int) -> tuple[int, int]:
     """Return how many staying programs compute `count` tiles of each pair, and the tiles of one."""
-    each = triton.cdiv(count * pairs, RESIDENT * multiprocessors // tiles.warps)
-    return triton.cdiv(count, each), each
+    each = cdiv(count * pairs, RESIDENT * multiprocessors // tiles.warps)
+    return cdiv(count, each), each

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ops.halves import high_half, low_half
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
+from ops.sizes import cdiv, pow2
 
 WORDS = 64  # 32-bit words of the message that a program (one warp) reduces
 
@@ -37,7 +38,7 @@ class Push:
     ranks: int
     block: int = WORDS
 
-    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
+    rows = property(lambda s: pow2(s.ranks))  # a tile's: one for each rank
 
 
 @jit
@@ -107,5 +108,5 @@ def push_all_reduce(x: Tensor, inbox: Inbox) -> Tensor:
     settings = Push(words, y.dtype == torch.bfloat16, programs, inbox.rank, ranks)
     source, target = (tensor.view(-1).view(torch.int32) for tensor in (x, y))
     tensors = source, target, inbox.peers, inbox.calls
-    launch(_push_all_reduce, (triton.cdiv(words, WORDS),), *tensors, settings=settings, warps=1)
+    launch(_push_all_reduce, (cdiv(words, WORDS),), *tensors, settings=settings, warps=1)
     return y

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ops.launch import can_launch, jit, tl, triton
+from ops.launch import can_launch, jit, tl
+from ops.sizes import pow2
 
 MAX_DIM = 8192  # numbers of a message
 MAX_PROGRAMS = 128  # most of a receiving kernel: about one a multiprocessor
@@ -41,7 +42,7 @@ class Messages:
     counters: int  # of calls
 
     half = property(lambda s: s.ranks * s.stride)  # words of one half of the inbox
-    rows = property(lambda s: triton.next_power_of_2(s.ranks))  # a tile's: one for each rank
+    rows = property(lambda s: pow2(s.ranks))  # a tile's: one for each rank
 
 
 class TokenInbox(NamedTuple):
@@ -68,7 +69,7 @@ class Outbox(NamedTuple):
 
 def words_of(D: int, ranks: int) -> int:
     """Return the words of all messages as a program holds them in registers."""
-    return triton.next_power_of_2(ranks) * triton.next_power_of_2(D)
+    return pow2(ranks) * pow2(D)
 
 
 def can_receive(x: Tensor, ranks: int, branches: int = 1) -> bool:

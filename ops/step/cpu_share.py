@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.launch import await_previous, can_launch, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, jit, launch, tl
+from ops.sizes import cdiv, pow2
 
 MAX_TOKENS = 8  # limit of a request
 # Flags; one cache line for each writer. BUSY: microseconds of all compiled products; STOP: the
@@ -68,7 +69,7 @@ class Share:
     tokens: int = 0  # T
     active: int = 0  # A
 
-    pairs_tile = property(lambda s: triton.next_power_of_2(s.tokens * s.active))
+    pairs_tile = property(lambda s: pow2(s.tokens * s.active))
 
 
 @jit
@@ -186,7 +187,7 @@ def answer(
         total = answer_plainly(y, box)
         return out.copy_(total if residual is None else residual + scale * total)
     tensors = y.contiguous(), box, residual, out
-    launch(_answer, (triton.cdiv(s.numbers, BLOCK),), *tensors, settings=s)
+    launch(_answer, (cdiv(s.numbers, BLOCK),), *tensors, settings=s)
     return out
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.launch import await_previous, can_launch, jit, launch, tl, triton
+from ops.launch import await_previous, can_launch, jit, launch, tl
+from ops.sizes import pow2
 from ops.step.cpu_share import Mailbox, ask
 
 MAX_PAIRS = 128  # chosen experts of a call, P
@@ -38,8 +39,8 @@ class Place:
     pairs: int  # P
     copies: int  # N
 
-    experts_tile = property(lambda s: triton.next_power_of_2(s.E))
-    pairs_tile = property(lambda s: triton.next_power_of_2(s.pairs))
+    experts_tile = property(lambda s: pow2(s.E))
+    pairs_tile = property(lambda s: pow2(s.pairs))
 
 
 def place_plainly(chosen: Tensor, table: Table, slots: int) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.launch import await_previous, jit, launch, tl, triton
+from ops.launch import await_previous, jit, launch, tl
 from ops.products.routing import ordered_bits
+from ops.sizes import cdiv, pow2
 
 TOP = 256  # as many candidates as `sampling.MAX_CANDIDATES`
 # A group has half of a token of the likeliest 256 on average, and 8 of them once in 10 million.
@@ -45,7 +46,7 @@ class Draw:
     controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
 
     # Tokens of a group, rounded up to a power of two.
-    size = property(lambda s: triton.next_power_of_2(triton.cdiv(s.V, s.groups * s.run) * s.run))
+    size = property(lambda s: pow2(cdiv(s.V, s.groups * s.run) * s.run))
     keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
     # `_search` would write past `ordered` for more than TOP, and never end for more than V.
     max_top_k = property(lambda s: min(s.top, s.V))
@@ -282,7 +283,7 @@ class Post:
     rows: int
     stride: int  # numbers of a slot
 
-    block = property(lambda s: triton.next_power_of_2(s.rows))
+    block = property(lambda s: pow2(s.rows))
 
 
 # Grid [1].
