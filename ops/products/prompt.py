@@ -17,7 +17,7 @@ along `in`.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -258,6 +258,20 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
                 yield replace(tile, rows=rows, stages=stages)
 
 
+@cache  # making settings takes the host longer than a launch
+def grouped_candidates(fields: tuple, alone: bool) -> list[tuple[PromptSettings, dict]]:
+    """Return settings of these fields, and the options of their launches, for `fit`.
+
+    Others follow with tiles that take less shared memory. alone: none do.
+    """
+    s = PromptSettings(*fields)
+    tiles = [s.tile] if alone else smaller_tiles(s.tile)
+    return [
+        (replace(s, tile=t), dict(warps=t.warps, stages=t.stages, registers=t.registers))
+        for t in tiles
+    ]
+
+
 def grouped_gemm(
     x: Tensor,
     group_ends: Tensor,
@@ -299,8 +313,8 @@ def grouped_gemm(
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
     scale = tensors.scale
     in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
-    tiles = [tile]
-    if tile is None:
+    chosen = tile
+    if chosen is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
         if x.dtype is not torch.bfloat16:  # decoding takes more registers
             fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
@@ -309,15 +323,9 @@ def grouped_gemm(
             chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
-        tiles = smaller_tiles(chosen)
-    candidates = (
-        (
-            PromptSettings(out, width, E, kind, bits, group, t, active, activation, in_words),
-            dict(warps=t.warps, stages=t.stages, registers=t.registers),
-        )
-        for t in tiles
-    )
-    s, options = next(candidates) if tile else fit(_grouped, candidates, *given)
+    fields = out, width, E, kind, bits, group, chosen, active, activation, in_words
+    candidates = grouped_candidates(fields, tile is not None)
+    s, options = candidates[0] if tile else fit(_grouped, candidates, *given)
     tiles, blocks = cdiv(N, s.tile.rows) + E - 1, cdiv(results, s.block)
     times = cdiv(blocks, s.tile.near)  # at most `near` blocks of outputs are neighbors
     launch(_grouped, (cdiv(blocks, times), tiles, times), *given, settings=s, **options)
