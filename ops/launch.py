@@ -134,9 +134,9 @@ class Kernel(triton.JITFunction if triton else object):
 
         Triton itself takes 20 to 40 us of the host for each launch, to find the code.
         """
-        if key not in self.launchers:
+        if (found := self.launchers.get(key)) is None:
             return False
-        run, function, metadata, constants = self.launchers[key]
+        run, function, metadata, constants = found
         x, y, z = (*grid, 1, 1)[:3]
         try:
             stream = driver.active.get_current_stream(key[0])
@@ -249,9 +249,10 @@ def launch_key(args: tuple, settings: object, options: dict) -> tuple | None:
 
 def is_watched() -> bool:
     """Whether Triton is to call hooks for each launch, or to compile for debugging."""
-    runtime = triton.knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return specialize is None or runtime.debug or any(getattr(h, "calls", h) for h in hooks)
+    if specialize is None or (runtime := triton.knobs.runtime).debug:
+        return True
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def launch_options(
