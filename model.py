@@ -364,7 +364,7 @@ class KVCache(nn.Module):
 
     def of_chunk(self, memory: Tensor, chunk: Chunk) -> Tensor:
         """Return what `append` does of a chunk that is stored in memory [2, B, K, S, C]."""
-        live = memory[:, :, :, : chunk.end]
+        live = memory.narrow(3, 0, chunk.end)
         return (live if memory.shape[1] == 1 else live.index_select(1, chunk.row)).squeeze(1)
 
     def stored(self) -> tuple[Tensor, Tensor | None]:

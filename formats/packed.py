@@ -199,7 +199,7 @@ class PackedLinear(Packed):
                 y = try_kernels(use, self.unpack_first, self.multiply_all, rows)
             else:
                 y = self.multiply_all(rows)
-            y = y.unflatten(0, x.shape[:-1])
+            y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias
 
     def multiply_all(self, x: Tensor) -> Tensor:
@@ -209,8 +209,8 @@ class PackedLinear(Packed):
 
     def unpack_first(self, x: Tensor) -> Tensor:
         """`multiply_all` for rows that `unpacks` takes. Raises KernelError if it cannot run."""
-        own, parts = FORMATS[self.format], {n: p.unsqueeze(0) for n, p in self.parts().items()}
-        return multiply_unpacked(x, parts, own.kind, own.bits, self.group, own_order=True)
+        own = FORMATS[self.format]
+        return multiply_unpacked(x, self.parts(), own.kind, own.bits, self.group, own_order=True)
 
 
 class PackedExpertLinear(Packed):

@@ -332,7 +332,7 @@ def jit(function=None, **options):
 def can_launch(x: Tensor, *kernels: str) -> bool:
     """Whether our kernels run on the GPU of x; kernels: names of some that must not be broken."""
     runs = triton is not None and x.is_cuda and gpu_of(x.device).runs_kernels
-    return runs and not any(name in broken for name in kernels)
+    return runs and broken.isdisjoint(kernels)
 
 
 def try_kernels(name: str, launch: Callable, plain: Callable, *arguments):

@@ -373,14 +373,14 @@ def multiply_unpacked(
     group: int,
     own_order: bool = False,
 ) -> Tensor:
-    """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
+    """x [N, in] in `Format.grouped_order`, parts of a weight [out, in] -> [N, out].
 
     own_order: x is as it is, which GGUF's kinds do not take.
 
     The weight is dequantized to 16 bits for this product of the library. With many rows that is
     faster than `_grouped` by more than unpacking takes.
     """
-    out, width = parts["codes"].shape[1], x.shape[1]
+    out, width = parts["codes"].shape[-2], x.shape[1]
     y = x.new_empty(out, width)
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     s = PromptSettings(out, width, 1, kind, bits, group, TILE, own_order=own_order)
