@@ -85,7 +85,7 @@ class Kernel(triton.JITFunction if triton else object):
         self.fn, self.options, self.is_made = function, options, False
         self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.fitting: dict[tuple, object] = {}  # of `fit`
-        self.launchers: dict[tuple, tuple] = {}  # by `launch_key`: arguments of `launch_again`
+        self.launched: dict[tuple, tuple] = {}  # by `launch_key`: code, and None for constants
 
     def __getattr__(self, name: str):
         """Let Triton read the source when it is first needed: a model uses few kernels."""
@@ -124,23 +124,28 @@ class Kernel(triton.JITFunction if triton else object):
             raise KernelError(self.__name__, first_line(error)) from error
 
     def remember(self, key: tuple, code, count: int) -> None:
-        """Keep what launches compiled code. count: of arguments before the settings."""
-        parts = [getattr(code, name, None) for name in ("run", "function", "packed_metadata")]
-        if None not in parts:
-            self.launchers[key] = *parts, (None,) * (len(self.arg_names) - count)
+        """Keep compiled code for `launch_again`. count: of arguments before the settings.
+
+        Its launcher takes all parameters, but reads no constants.
+        """
+        constants = range(count, len(self.arg_names))
+        is_known = all(hasattr(code, name) for name in ("run", "function", "packed_metadata"))
+        if is_known and self.constexprs == [*constants]:
+            self.launched[key] = code, (None,) * len(constants)
 
     def launch_again(self, key: tuple, grid: tuple[int, ...], args: Sequence) -> bool:
         """Launch as the launch of this key before, if there was one. Return whether there was.
 
         Triton itself takes 20 to 40 us of the host for each launch, to find the code.
         """
-        if (found := self.launchers.get(key)) is None:
+        if (known := self.launched.get(key)) is None:
             return False
-        run, function, metadata, constants = found
-        x, y, z = (*grid, 1, 1)[:3]
+        code, constants = known
+        hooks = None, None, None  # their metadata, enter, leave
         try:
             stream = driver.active.get_current_stream(key[0])
-            run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+            of_code = stream, code.function, code.packed_metadata
+            code.run(*(*grid, 1, 1)[:3], *of_code, *hooks, *args, *constants)
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
