@@ -61,7 +61,7 @@ class FakeDriver:
     def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *args):
         if self.error:
             raise RuntimeError(f"Triton Error [CUDA]: {self.error}")
-        own, constants = list(map(plain, args[:3])), len(args) - 3  # of these no value is read
+        own, constants = list(map(plain, args[:3])), len(args) - 3  # whose values do not count
         self.launches.append([x, y, z, stream, function, list(metadata), *own, constants])
 
 
@@ -138,7 +138,7 @@ def main() -> None:
         hook = triton.knobs.runtime.launch_enter_hook
         hook.add(hooked.append)
         # Triton's launcher calls the hook, which this driver has not: the call of Triton counts.
-        results["with a hook"] = count_by_triton(lambda: start(fake, last))
+        results["hooked"] = count_by_triton(lambda: start(fake, last))
         hook.remove(hooked.append)
         results["after it"] = count_by_triton(lambda: start(fake, last))
 

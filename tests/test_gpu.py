@@ -196,7 +196,7 @@ def test_a_repeated_launch_is_the_one_that_triton_makes():
     # Integers 48 and 2 need the code of 16 and 17; fp16 and fp32, and so on, code of their own.
     assert (found["cases"], found["first"], found["second"]) == (17, 15, 0), found
     assert found["by Triton"] == 17 and found["codes"] == 14 and found["same"], found
-    assert (found["with a hook"], found["after it"], found["not run"]) == (1, 0, [1, 1, 0]), found
+    assert (found["hooked"], found["after it"], found["not run"]) == (1, 0, [1, 1, 0]), found
     error = "Triton Error [CUDA]: "
     assert found["invalid argument"] == f"KernelError: _add: {error}invalid argument"
     illegal = "an illegal memory access"
