@@ -100,37 +100,37 @@ def time_prompt(session: Session, prompt: list[int], repeats: int) -> tuple[floa
 
 def first_turn_line(session: Session, prompt: list[int], repeats: int) -> str:
     """Time a prompt that has no graph yet: the host launches each kernel."""
-    found = []
-    for _ in range(repeats + 2):
+    times, launched = [], []
+    for _ in range(4 * repeats + 2):
         session.reset()
         session.graphs = GraphCache(session.device)
         torch.cuda.synchronize()
         start = time.perf_counter()
         run_prompt(session, prompt)
-        launched = time.perf_counter() - start
+        launched.append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize()
-        found.append((time.perf_counter() - start, launched))
-    whole, launched = sorted(found[2:])[repeats // 2]
+        times.append(1e3 * (time.perf_counter() - start))
+    times, launched = sorted(times[2:]), sorted(launched[2:])
     session.reset()
     session.graphs = GraphCache(session.device)
     events = record_kernels(partial(run_prompt, session, prompt))
     busy = sum(duration for _, _, duration in events) / 1e3
     return (
-        f"{len(prompt):6} tokens, first turn: {whole * 1e3:8.2f} ms, launched after "
-        f"{launched * 1e3:.2f} ms; {len(events)} kernels and copies take {busy:.2f} ms; a call of "
-        f"gather_rows takes the host {call_seconds(session.device) * 1e6:.1f} us"
+        f"{len(prompt):6} tokens, first turn: {times[2 * repeats]:8.2f} ms (best {times[0]:.2f}), "
+        f"launched after {launched[2 * repeats]:.2f} ms; {len(events)} kernels and copies take "
+        f"{busy:.2f} ms; a call of gather_rows takes the host {call_us(session.device):.1f} us"
     )
 
 
-def call_seconds(device: torch.device) -> float:
-    """Return the host's time of one launch that was made before, with its allocation."""
+def call_us(device: torch.device) -> float:
+    """Return the host's time of one launch that was made before, with its allocation, in us."""
     x, found = torch.zeros(1, 128, dtype=torch.bfloat16, device=device), []
     for _ in range(100):
         torch.cuda.synchronize()
         start = time.perf_counter()
         gather_rows(x, None, 1, None)
         found.append(time.perf_counter() - start)
-    return sorted(found)[50]
+    return 1e6 * sorted(found)[50]
 
 
 def measure_case(case: tuple[str, str, int], options: argparse.Namespace) -> None:
