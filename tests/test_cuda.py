@@ -58,7 +58,7 @@ from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 from ops.plain.mamba2 import ssm_chunk, ssm_step
 from ops.plain.pending import in_place
 from ops.products import experts as moe_decode
-from ops.products import gemv
+from ops.products import gemv, prompt_rows
 from ops.products.tilings import Tiles
 from ops.products.weights import packed_weight
 from ops.step.rows import RowMemory
@@ -372,6 +372,19 @@ def test_short_prompts_replay_one_graph_of_fused_kernels(mode, length, tmp_path)
     assert set(fused.graphs.known) == known  # captured when it was warmed up
 
 
+def test_a_repeated_launch_takes_other_pointers():
+    """Rows that begin at a multiple of 16 bytes, and others; without and with pairs."""
+    x = torch.randn(66 * 64, device="cuda").bfloat16()
+    pairs = torch.arange(17, device="cuda", dtype=torch.int32).flip(0)
+    prompt_rows._gather_rows.launched.clear()
+    for _ in range(2):
+        for begin in (0, 1, 64, 65):
+            rows = x[begin:][: 64 * 64].view(64, 64)
+            assert prompt_rows.gather_rows(rows, None, 1, None).equal(rows)
+            assert prompt_rows.gather_rows(rows, pairs, 1, None).equal(rows[pairs.long()])
+    assert len(prompt_rows._gather_rows.launched) == 4
+
+
 @pytest.fixture
 def broken_kernels(monkeypatch):
     """Return a set of names: these kernels do not fit the GPU while the test runs."""
@@ -383,6 +396,7 @@ def broken_kernels(monkeypatch):
         return run(kernel, *args, **options)
 
     monkeypatch.setattr(triton.JITFunction, "run", run_or_fail)
+    monkeypatch.setattr(jit, "specialize", None)  # no launch is remembered
     yield names
     jit.broken.clear()
 
