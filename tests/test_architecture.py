@@ -362,6 +362,16 @@ def test_no_kernel_unpacks_a_tuple_within_a_tuple(name):
         assert not nested, f"{node.name}, line {nested[0].lineno}"
 
 
+@for_each(OPS)
+def test_the_host_computes_sizes_without_triton(name):
+    """`triton.cdiv` takes the host 4 us, as long as some launches; ops/sizes.py has others."""
+    module = tree(OPS[name])
+    compiled = {id(node) for kernel in kernels(module) for node in ast.walk(kernel)}
+    attributes = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
+    sizes = [n for n in attributes if ast.unparse(n) in ("triton.cdiv", "triton.next_power_of_2")]
+    assert not [node.lineno for node in sizes if id(node) not in compiled]
+
+
 @for_each(("ops.products.fragments", "ops.products.few_x", "ops.products.units"))
 def test_nothing_is_joined_before_a_product(name):
     """Triton 3.6 then takes other fragments, and moves both operands; newer versions do not."""
