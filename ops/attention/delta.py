@@ -41,7 +41,9 @@ from ops.attention.delta_state import (
     load_taps,
     memory_row,
     norm_head,
+    norm_together,
     read_and_update,
+    read_together,
     softplus,
     state_of_layer,
     sum_past,
@@ -111,19 +113,29 @@ def _load_token(qkv, found, keys, values, token, s: tl.constexpr):
 
 
 @jit
-def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
-    """Return what a token reads of a head, what its norm is multiplied by, the state after it.
+def _prepare_token(loaded, sums, taps, factors, s: tl.constexpr):
+    """Return a token's q and k, v, decay and share; what its norm is multiplied by.
 
-    loaded: by `_load_token`. old: the state. sums: of the convolution over the inputs before it, of
-    q and k, and of v. factors: the decay's rate and bias, the norm's weight.
+    loaded: by `_load_token`. sums: of the convolution over the inputs before it, of q and k, and of
+    v. factors: the decay's rate and bias, the norm's weight.
     """
     new_keys, new_values, gate, b, a = loaded
     decay, share = _decay_and_share(b, a, factors[0], factors[1])
     qk = convolve(new_keys, sums[0], taps[0], s)
     v = convolve(new_values, sums[1], taps[1], s)
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-    out, new = read_and_update(old, qk, v, decay, share, s)
-    return out, factor * factors[2], new
+    return (qk, v, decay, share), factor * factors[2]
+
+
+@jit
+def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
+    """Return what a token reads of a head, what its norm is multiplied by, the state after it.
+
+    old: the state. The others: as in `_prepare_token`.
+    """
+    token, factor = _prepare_token(loaded, sums, taps, factors, s)
+    out, new = read_and_update(old, token[0], token[1], token[2], token[3], s)
+    return out, factor, new
 
 
 @jit
@@ -154,6 +166,40 @@ def _read_tokens(
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(count, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
+
+
+@jit
+def _read_together(qkv, found, y, old, past, taps, factors, places, kept, real, moves, s: tl.constexpr):
+    """`_read_tokens` for the S tokens of `s.joint` at once; also store their inputs.
+
+    kept: the window of inputs, and what `_read_tokens` has as `kept`. moves: whether to store q's
+    and k's inputs, too.
+    """
+    STRIDE: tl.constexpr = s.heads * s.value_dim
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, is_first = places
+    key_inputs, value_inputs = past
+    loaded, tokens, gates = (), (), ()
+    for n in tl.static_range(s.joint):
+        loaded = loaded + (_load_token(qkv, found, keys, values, n, s),)
+        key_inputs, value_inputs = key_inputs + loaded[n][:1], value_inputs + loaded[n][1:2]
+    for n in tl.static_range(s.joint):
+        key_sum = sum_past(key_inputs[n:], taps[0], 0.0, s)
+        value_sum = sum_past(value_inputs[n:], taps[1], 0.0, s)
+        token, gate = _prepare_token(loaded[n], (key_sum, value_sum), taps, factors, s)
+        tokens, gates = tokens + (token,), gates + (gate,)
+    outs = read_together(old, tokens, s)
+    if real > 0:  # all threads have read the old ones
+        for n in tl.static_range(s.joint):
+            tl.store(kept[1] + n * s.gates, loaded[n][3])
+            tl.store(kept[2] + n * s.gates, loaded[n][4])
+        keep_inputs(kept[0], value_inputs, None, values, 0, is_first, s)
+        if moves:
+            keep_inputs(kept[0], key_inputs, None, keys, 0, None, s)
+    outs = norm_together(outs, gates, s, DTYPE)
+    for n in tl.static_range(s.joint):
+        out = tl.where(real > 0, tl.reshape(outs[n], values.shape), 0.0)
+        tl.store(y + n * STRIDE, out.to(DTYPE), mask=is_first)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -254,13 +300,16 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
             own_keys, counts = (keys, key_taps, key_inputs), (real, tokens)
             kept = window, kept, s.first_value + head * CV
             read_few(qkv, found, y, few, own_keys, factors, kept, counts, moves_keys, s)
+        elif s.joint > 0:
+            past, kept = (key_inputs, value_inputs), (window, kept[0], kept[1])
+            _read_together(qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s)
         else:
             past = key_inputs, value_inputs
             _read_tokens(qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s)
     if exists:
         if changes:
             tl.store(pending.first + row * H + head, begin)
-        if s.own == 0:  # else it is done
+        if s.own + s.joint == 0:  # else it is done
             keep_inputs(window, value_inputs, qkv, values, tokens, is_first, s)
             if moves_keys:
                 keep_inputs(window, key_inputs, qkv, keys, tokens, None, s)
@@ -339,6 +388,8 @@ def delta_tokens(
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
+    if 1 < tokens < LEAST_CHUNK and not s.channel_decay:
+        return dict(joint=tokens)
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
     return dict(own=triton.next_power_of_2(tokens), precision=CHUNK_PRECISION[dtype])
