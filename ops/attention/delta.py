@@ -41,7 +41,6 @@ from ops.attention.delta_state import (
     load_taps,
     memory_row,
     norm_head,
-    norm_together,
     read_and_update,
     read_together,
     softplus,
@@ -113,29 +112,19 @@ def _load_token(qkv, found, keys, values, token, s: tl.constexpr):
 
 
 @jit
-def _prepare_token(loaded, sums, taps, factors, s: tl.constexpr):
-    """Return a token's q and k, v, decay and share; what its norm is multiplied by.
+def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
+    """Return what a token reads of a head, what its norm is multiplied by, the state after it.
 
-    loaded: by `_load_token`. sums: of the convolution over the inputs before it, of q and k, and of
-    v. factors: the decay's rate and bias, the norm's weight.
+    loaded: by `_load_token`. old: the state. sums: of the convolution over the inputs before it, of
+    q and k, and of v. factors: the decay's rate and bias, the norm's weight.
     """
     new_keys, new_values, gate, b, a = loaded
     decay, share = _decay_and_share(b, a, factors[0], factors[1])
     qk = convolve(new_keys, sums[0], taps[0], s)
     v = convolve(new_values, sums[1], taps[1], s)
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-    return (qk, v, decay, share), factor * factors[2]
-
-
-@jit
-def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
-    """Return what a token reads of a head, what its norm is multiplied by, the state after it.
-
-    old: the state. The others: as in `_prepare_token`.
-    """
-    token, factor = _prepare_token(loaded, sums, taps, factors, s)
-    out, new = read_and_update(old, token[0], token[1], token[2], token[3], s)
-    return out, factor, new
+    out, new = read_and_update(old, qk, v, decay, share, s)
+    return out, factor * factors[2], new
 
 
 @jit
@@ -169,37 +158,69 @@ def _read_tokens(
 
 
 @jit
-def _read_together(qkv, found, y, old, past, taps, factors, places, kept, real, moves, s: tl.constexpr):
-    """`_read_tokens` for the S tokens of `s.joint` at once; also store their inputs.
+def _load_before(newest, values, taps, lane_row, s: tl.constexpr):
+    """Load what `_read_together` takes of v's inputs before a call, which begin at `newest`.
 
-    kept: the window of inputs, and what `_read_tokens` has as `kept`. moves: whether to store q's
-    and k's inputs, too.
+    Return one of them for each lane row, and the convolution's sums over those before its token.
+    """
+    past = tl.load(newest + tl.minimum(lane_row, s.width - 2) * s.channels + values)
+    total, token = 0.0, tl.minimum(lane_row, s.joint - 1)
+    for n in tl.static_range(s.width - 1):
+        x = newest + (token + n) * s.channels + values
+        x = tl.load(x, mask=token + n < s.width - 1, other=0.0)
+        total += as_tile(x, s).to(tl.float32) * taps[n]
+    return past, total
+
+
+@jit
+def _read_together(
+    qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s: tl.constexpr
+):
+    """Do for the S tokens of `s.joint` what `_read_tokens` does for one after the other.
+
+    Lane rows, which have the same columns, divide the tokens' v, gates and results: those past the
+    last token have it, too. Store the tokens' inputs, those of q and k if `moves_keys`. past: the
+    inputs of q and k, those of `_load_before`. kept: the window, then as in `_read_tokens`. places:
+    channels of q and k, of v, and lane rows.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
     DTYPE: tl.constexpr = y.dtype.element_ty
-    keys, values, is_first = places
-    key_inputs, value_inputs = past
-    loaded, tokens, gates = (), (), ()
+    keys, values, lane_row = places
+    key_inputs, value_past, value_sum = past
+    own = tl.minimum(lane_row, s.joint - 1)
+    gates, tokens = (), ()
     for n in tl.static_range(s.joint):
-        loaded = loaded + (_load_token(qkv, found, keys, values, n, s),)
-        key_inputs, value_inputs = key_inputs + loaded[n][:1], value_inputs + loaded[n][1:2]
+        key_inputs = key_inputs + (tl.load(qkv + n * s.row + keys),)
+        gates = gates + ((tl.load(found[0] + n * s.b_row), tl.load(found[1] + n * s.a_row)),)
+    new = tl.load(qkv + own * s.row + values)
+    for n in tl.static_range(s.width - 1):
+        before = own + (n - s.width + 1)
+        x = tl.load(qkv + before * s.row + values, mask=before >= 0, other=0.0)
+        value_sum += as_tile(x, s).to(tl.float32) * taps[1][n]
+    gate = as_tile(tl.load(found[2] + own * s.output_row + values), s).to(tl.float32)
+    v = convolve(new, value_sum, taps[1], s)
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
     for n in tl.static_range(s.joint):
-        key_sum = sum_past(key_inputs[n:], taps[0], 0.0, s)
-        value_sum = sum_past(value_inputs[n:], taps[1], 0.0, s)
-        token, gate = _prepare_token(loaded[n], (key_sum, value_sum), taps, factors, s)
-        tokens, gates = tokens + (token,), gates + (gate,)
+        qk = convolve(key_inputs[n + s.width - 1], sum_past(key_inputs[n:], taps[0], 0.0, s), taps[0], s)
+        decay, share = _decay_and_share(gates[n][0], gates[n][1], factors[0], factors[1])
+        of_token = tl.sum(tl.where(as_tile(lane_row, s) == n, v, 0.0), 2, keep_dims=True)
+        tokens = tokens + ((qk, of_token, decay, share),)
     outs = read_together(old, tokens, s)
     if real > 0:  # all threads have read the old ones
         for n in tl.static_range(s.joint):
-            tl.store(kept[1] + n * s.gates, loaded[n][3])
-            tl.store(kept[2] + n * s.gates, loaded[n][4])
-        keep_inputs(kept[0], value_inputs, None, values, 0, is_first, s)
-        if moves:
+            tl.store(kept[1] + n * s.gates, gates[n][0])
+            tl.store(kept[2] + n * s.gates, gates[n][1])
+        kept_values = kept[0] + lane_row * s.channels + values
+        tl.store(kept_values, value_past, mask=lane_row < s.width - 1)
+        tl.store(kept_values + (s.width - 1) * s.channels, new, mask=lane_row < s.joint)
+        if moves_keys:
             keep_inputs(kept[0], key_inputs, None, keys, 0, None, s)
-    outs = norm_together(outs, gates, s, DTYPE)
-    for n in tl.static_range(s.joint):
-        out = tl.where(real > 0, tl.reshape(outs[n], values.shape), 0.0)
-        tl.store(y + n * STRIDE, out.to(DTYPE), mask=is_first)
+    out = outs[s.joint - 1]
+    for n in tl.static_range(s.joint - 1):
+        out = tl.where(as_tile(lane_row, s) == n, outs[n], out)
+    out = tl.reshape(norm_head(out, factor * factors[2], s, DTYPE), values.shape)
+    out = tl.where(real > 0, out, 0.0)
+    tl.store(y + lane_row * STRIDE, out.to(DTYPE), mask=lane_row < s.joint)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -264,8 +285,11 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
     newest = window + accepted * s.channels
     key_inputs = load_past(newest, keys, s)
     key_past = sum_past(key_inputs, key_taps, 0.0, s)
-    value_inputs = load_past(newest, values, s)
-    value_past = sum_past(value_inputs, value_taps, 0.0, s)
+    if s.joint > 0:
+        value_inputs, value_past = _load_before(newest, values, value_taps, lane_row, s)
+    else:
+        value_inputs = load_past(newest, values, s)
+        value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
     if s.own > 0:
         few = prepare_few(old, newest, weights, s.first_value + head * CV, s)
@@ -301,8 +325,11 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
             kept = window, kept, s.first_value + head * CV
             read_few(qkv, found, y, few, own_keys, factors, kept, counts, moves_keys, s)
         elif s.joint > 0:
-            past, kept = (key_inputs, value_inputs), (window, kept[0], kept[1])
-            _read_together(qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s)
+            past, places = (key_inputs, value_inputs, value_past), (keys, values, lane_row)
+            kept = window, kept[0], kept[1]
+            _read_together(
+                qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s
+            )
         else:
             past = key_inputs, value_inputs
             _read_tokens(qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s)
@@ -388,7 +415,7 @@ def delta_tokens(
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
-    if 1 < tokens < LEAST_CHUNK and not s.channel_decay:
+    if 1 < tokens < LEAST_CHUNK and not s.channel_decay and s.width <= s.lane_rows:
         return dict(joint=tokens)
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}

@@ -272,22 +272,6 @@ def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
     return out * (tl.rsqrt(square / s.value_dim + s.eps) * gate)
 
 
-@jit
-def norm_together(outs, gates, s: tl.constexpr, DTYPE: tl.constexpr):
-    """`norm_head` for each of up to four tokens; warps exchange their sums once. A tuple."""
-    found, squares = (), ()
-    for n in tl.static_range(s.joint):
-        found = found + (outs[n].to(DTYPE).to(tl.float32),)
-    for n in tl.static_range(4):
-        out = found[n if n < s.joint else 0]
-        squares = squares + (tl.sum(out * out, 3, keep_dims=True),)
-    squares, normed = tl.reduce(squares, 1, _add_four, keep_dims=True), ()
-    for n in tl.static_range(s.joint):
-        factor = tl.rsqrt(squares[n] / s.value_dim + s.eps) * gates[n]
-        normed = normed + (found[n] * factor,)
-    return normed
-
-
 # A call's tokens, and the pending ones ------------------------------------------------------------
 
 
