@@ -294,9 +294,11 @@ def beside_error(layer: Layer) -> float:
         return 0.0
     y = torch.full((case.tokens, case.I + len(rows)), torch.nan)
     parts = y.split((case.I, len(rows)), 1)
-    given = dense.Norm(norm, 1e-5)
+    normed, given = group_norm(x.double(), norm.double(), 1, 1e-5), dense.Norm(norm, 1e-5)
+    if case.tokens > dense.most_in_registers(weight):
+        x, given = normed.bfloat16(), None
+        normed = x.double()
     dense.dense_product(x, weight, given, out=parts[0], beside=(narrow, parts[1]))
-    normed = group_norm(x.double(), norm.double(), 1, 1e-5)
     want = normed @ layer.plain_dense[0].T, normed @ rows.double().T
     return max(relative(*pair) for pair in zip(parts, want, strict=True))
 

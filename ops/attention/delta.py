@@ -53,10 +53,12 @@ from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
 from ops.plain.pending import take_in_plain
 
-# Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
-# takes as long, of 8 7.2 us and of 16 8.2. So do those with a decay for each channel: its products
-# of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So do models in
-# other dtypes than bf16: parts of the state for tensor cores then spill registers.
+# Calls of more tokens are a chunk on tensor cores, calls of fewer are read at once in registers. With
+# a decay for each channel tokens are taken in one after the other, 1.2 us each on an H200: a chunk's
+# products of keys would take one pass for each size of blocks (ops/attention/delta_channels.py). So
+# are more than MOST_JOINT in other dtypes than bf16: parts of the state for tensor cores then spill
+# registers.
+MOST_JOINT = 4
 LEAST_CHUNK = 5
 CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/attention/delta_prompt.py
 
@@ -415,7 +417,8 @@ def delta_tokens(
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
-    if 1 < tokens < LEAST_CHUNK and not s.channel_decay and s.width <= s.lane_rows:
+    most = 0 if s.channel_decay or s.width > s.lane_rows else min(MOST_JOINT, LEAST_CHUNK - 1)
+    if 1 < tokens <= most:
         return dict(joint=tokens)
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}

@@ -352,7 +352,7 @@ def dense_product(
     if (norm and few) or (groups > 1 and not norms_groups(weight, groups, T, tiles)):
         raise ValueError(f"no product norms {T} tokens, {groups} groups of x: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, bias, scale, tiles, activation, early)
+        down_few(x, weight, y, residual, bias, scale, tiles, activation, early, beside)
         return y
     fields = dict(eps=eps, groups=groups, scale=scale, activation=activation, early=early)
     if T > 1:
@@ -382,12 +382,15 @@ def rows_beside(weight: Weight, T: int) -> int:
 def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
-    It does in registers, if the narrow weight has at most a sixteenth of the other's rows, and its
-    programs have registers for all of their weights.
+    It does if the narrow weight has at most a sixteenth of the other's rows: on tensor cores, or in
+    registers if both products are there, and narrow programs have registers for all weights.
     """
-    small = rows_beside(narrow, 1) * narrow.quads <= 1024 and 16 * narrow.out <= weight.out
+    if 16 * narrow.out > weight.out or weight.word_scaled or narrow.word_scaled:
+        return False
+    if max(1, most_in_registers(weight)) < T:
+        return True
     most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
-    return most >= T and small and not (weight.word_scaled or narrow.word_scaled)
+    return most >= T and rows_beside(narrow, 1) * narrow.quads <= 1024
 
 
 def launch_sum(

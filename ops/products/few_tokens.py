@@ -4,7 +4,8 @@ x [T, in] @ weight [out, in]^T, with bias and residual. ops/products/fragments.p
 has the loop; ops/products/expert_tiles.py has the products of experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,17 +40,26 @@ class DenseSettings(FewSettings):
     activation: Activation | None = None  # before the residual is added; up is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
+    beside: "DenseSettings | None" = None  # of another weight, that `first` programs multiply
+    first: int = 0
 
 
-# Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
+class BesideFew(NamedTuple):
+    """Another weight that is multiplied by the same x in one launch."""
+
+    weights: WeightTensors
+    y: Tensor
+
+
+# A program of `_down_few`: it computes `stored` rows of the result of a block of tokens.
 #
 # The result is scale * (product + bias), activated if so declared, + residual. All but x is loaded
 # before the wait.
 @jit
-def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
+def _multiply_block(x, residual, weights, bias, y, program, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    row = tl.program_id(0) * s.stored
+    row = program * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
         if s.all_tokens % s.tokens:
@@ -84,6 +94,19 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     if residual is not None:
         result += add
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
+
+
+# Grid [R, blocks]. With `beside` the first programs multiply another weight by the same tokens,
+# while the others run: a kernel of its own would end after them.
+@jit
+def _down_few(x, residual, weights, bias, y, beside, s: tl.constexpr, PDL: tl.constexpr):
+    program = tl.program_id(0)
+    if s.beside is not None:
+        if program < s.first:
+            _multiply_block(x, None, beside.weights, None, beside.y, program, s.beside, PDL)
+            return
+        program -= s.first
+    _multiply_block(x, residual, weights, bias, y, program, s, PDL)
 
 
 @dataclass(frozen=True)
@@ -288,21 +311,29 @@ def down_few(
     tiles: FewTiles | None = None,
     activation: Activation | None = None,
     early: bool = False,
+    beside: tuple[Weight, Tensor] | None = None,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
     x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of the sum before the
-    residual is added, which is its gate; up is 1. early: let the next kernel start at once.
+    residual is added, which is its gate; up is 1. early: let the next kernel start at once. beside:
+    another weight, with few rows, that is multiplied by x, and where to store that product.
 
     Raises ValueError unless all programs have the same number of tokens.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
-    fixed = settings_of(weight, tiles, tokens)
-    fixed |= dict(blocks=blocks, all_tokens=len(x), stride=y.stride(0), scale=scale)
-    s = DenseSettings(**fixed, activation=activation, early=early)
+    of_tokens = dict(blocks=blocks, all_tokens=len(x), scale=scale, early=early)
+    fixed = settings_of(weight, tiles, tokens) | of_tokens
+    s = DenseSettings(**fixed, stride=y.stride(0), activation=activation)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
-    grid = triton.cdiv(s.out, s.stored), blocks
-    tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y
-    launch(_down_few, grid, *tensors, settings=s, **tiles.options)
+    programs, others = triton.cdiv(s.out, s.stored), None
+    if beside is not None:
+        narrow, result = beside
+        own = settings_of(narrow, FewTiles(16, tiles.warps, 4, x_depth=1, loop=True), tokens)
+        own |= of_tokens | dict(scale=1.0, stride=result.stride(0))
+        s = replace(s, beside=DenseSettings(**own), first=triton.cdiv(narrow.out, 16))
+        programs, others = programs + s.first, BesideFew(unit_tensors(narrow, x.dtype), result)
+    tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y, others
+    launch(_down_few, (programs, blocks), *tensors, settings=s, **tiles.options)
