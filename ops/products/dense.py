@@ -16,6 +16,7 @@ from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
 from ops.products.few_tokens import FewTiles, down_few
+from ops.products.fragments import TILE
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -382,13 +383,14 @@ def rows_beside(weight: Weight, T: int) -> int:
 def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
-    It does if the narrow weight has at most a sixteenth of the other's rows: on tensor cores, or in
-    registers if both products are there, and narrow programs have registers for all weights.
+    It does if the narrow weight has at most a sixteenth of the other's rows: up to 16 tokens on
+    tensor cores, or in registers if both products are there, and narrow programs have registers for
+    all of their weights.
     """
     if 16 * narrow.out > weight.out or weight.word_scaled or narrow.word_scaled:
         return False
     if max(1, most_in_registers(weight)) < T:
-        return True
+        return T <= 2 * TILE
     most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
     return most >= T and rows_beside(narrow, 1) * narrow.quads <= 1024
 
