@@ -383,14 +383,14 @@ def rows_beside(weight: Weight, T: int) -> int:
 def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
-    It does if the narrow weight has at most a sixteenth of the other's rows: up to 16 tokens on
-    tensor cores, or in registers if both products are there, and narrow programs have registers for
-    all of their weights.
+    It does if the narrow weight has at most a sixteenth of the other's rows, and its programs have
+    registers for all of their weights: beside a product on tensor cores for up to 16 tokens, if it
+    has 16 bits; else if both products are in registers.
     """
     if 16 * narrow.out > weight.out or weight.word_scaled or narrow.word_scaled:
         return False
     if max(1, most_in_registers(weight)) < T:
-        return T <= 2 * TILE
+        return T <= 2 * TILE and narrow.kind == "bf16" and narrow.quads <= 512
     most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
     return most >= T and rows_beside(narrow, 1) * narrow.quads <= 1024
 

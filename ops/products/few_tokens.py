@@ -22,6 +22,7 @@ from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
+HELD = 8192  # numbers of x that a program of a narrow product holds
 # The most of a product with few rows, by warps: it has all of a program's weights in flight if they
 # fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
@@ -40,14 +41,18 @@ class DenseSettings(FewSettings):
     activation: Activation | None = None  # before the residual is added; up is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
-    beside: "DenseSettings | None" = None  # of another weight, that `first` programs multiply
-    first: int = 0
+    narrow: int = 0  # rows of another weight that is multiplied by the same x
+    narrow_stride: int = 0  # between rows of that product
+
+    padded = property(lambda s: triton.next_power_of_2(s.width))
+    # Tokens whose x `_multiply_row` holds at once.
+    held = property(lambda s: min(triton.next_power_of_2(s.tokens), max(1, HELD // s.padded)))
 
 
 class BesideFew(NamedTuple):
     """Another weight that is multiplied by the same x in one launch."""
 
-    weights: WeightTensors
+    weight: Tensor  # [rows, in], as x
     y: Tensor
 
 
@@ -96,16 +101,36 @@ def _multiply_block(x, residual, weights, bias, y, program, s: tl.constexpr, PDL
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
-# Grid [R, blocks]. With `beside` the first programs multiply another weight by the same tokens,
-# while the others run: a kernel of its own would end after them.
+# One row of a 16-bit weight times a block of tokens, in registers: on tensor cores 16 rows would be
+# one program, whose loads of x wait for each other.
+@jit
+def _multiply_row(x, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
+    number = tl.arange(0, s.padded)
+    inside = number < s.width
+    numbers = tl.load(weight + row * s.width + number, mask=inside, other=0.0)
+    first = 0
+    if s.blocks > 1:
+        first = tl.minimum(tl.program_id(1) * s.tokens, s.all_tokens - s.tokens)
+    await_previous(PDL, s.early)
+    for n in tl.static_range(0, s.tokens, s.held):
+        token = n + tl.arange(0, s.held)
+        at, exists = first + token, token < s.tokens
+        tile = x + at[:, None] * s.width + number[None, :]
+        tile = tl.load(tile, mask=exists[:, None] & inside[None, :], other=0.0)
+        total = tl.sum(tile.to(tl.float32) * numbers.to(tl.float32)[None, :], 1)
+        tl.store(y + at * s.narrow_stride + row, total.to(y.dtype.element_ty), mask=exists)
+
+
+# Grid [R, blocks]. The first `narrow` programs multiply another weight by the same tokens, while
+# the others run: a kernel of its own would end after them.
 @jit
 def _down_few(x, residual, weights, bias, y, beside, s: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
-    if s.beside is not None:
-        if program < s.first:
-            _multiply_block(x, None, beside.weights, None, beside.y, program, s.beside, PDL)
+    if s.narrow > 0:
+        if program < s.narrow:
+            _multiply_row(x, beside.weight, beside.y, program, s, PDL)
             return
-        program -= s.first
+        program -= s.narrow
     _multiply_block(x, residual, weights, bias, y, program, s, PDL)
 
 
@@ -317,23 +342,23 @@ def down_few(
 
     x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of the sum before the
     residual is added, which is its gate; up is 1. early: let the next kernel start at once. beside:
-    another weight, with few rows, that is multiplied by x, and where to store that product.
+    another weight, of 16 bits and few rows, that is multiplied by x, and where to store that
+    product.
 
     Raises ValueError unless all programs have the same number of tokens.
     """
     tiles = tiles or choose_few_tiles(weight, len(x))
     blocks, tokens = triton.cdiv(len(x), tiles.tokens), min(len(x), tiles.tokens)
-    of_tokens = dict(blocks=blocks, all_tokens=len(x), scale=scale, early=early)
-    fixed = settings_of(weight, tiles, tokens) | of_tokens
-    s = DenseSettings(**fixed, stride=y.stride(0), activation=activation)
+    fixed = settings_of(weight, tiles, tokens)
+    fixed |= dict(blocks=blocks, all_tokens=len(x), stride=y.stride(0), scale=scale)
+    s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
     programs, others = triton.cdiv(s.out, s.stored), None
     if beside is not None:
         narrow, result = beside
-        own = settings_of(narrow, FewTiles(16, tiles.warps, 4, x_depth=1, loop=True), tokens)
-        own |= of_tokens | dict(scale=1.0, stride=result.stride(0))
-        s = replace(s, beside=DenseSettings(**own), first=triton.cdiv(narrow.out, 16))
-        programs, others = programs + s.first, BesideFew(unit_tensors(narrow, x.dtype), result)
+        s = replace(s, narrow=narrow.out, narrow_stride=result.stride(0))
+        programs += narrow.out
+        others = BesideFew(unit_tensors(narrow, x.dtype).codes, result)
     tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y, others
     launch(_down_few, (programs, blocks), *tensors, settings=s, **tiles.options)
