@@ -5,9 +5,9 @@
 Sizes of Qwen3.6-35B-A3B and Qwen3-Next. Every form is first compared with the plain one; the
 command fails if a result is wrong. Decode: us of one layer without its projections, in a CUDA graph
 of 16 layers, whose states do not fit into L2. Several tokens: the same, one after the other, as
-chosen, and as one chunk, after a call of which some tokens were accepted. Prompt: one layer with and without its
-projections, against causal SDPA of the same model. "apart" is the relative difference to fp32 in
-PyTorch, or of both forms.
+chosen, and as one chunk, after a call of which some tokens were accepted. Prompt: one layer with
+and without its projections, against causal SDPA of the same model. "apart" is the relative
+difference to fp32 in PyTorch, or of both forms.
 """
 
 import sys

@@ -53,11 +53,11 @@ from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl, triton
 from ops.plain.pending import take_in_plain
 
-# Calls of more tokens are a chunk on tensor cores, calls of fewer are read at once in registers. With
-# a decay for each channel tokens are taken in one after the other, 1.2 us each on an H200: a chunk's
-# products of keys would take one pass for each size of blocks (ops/attention/delta_channels.py). So
-# are more than MOST_JOINT in other dtypes than bf16: parts of the state for tensor cores then spill
-# registers.
+# Two to MOST_JOINT tokens are read at once in registers, LEAST_CHUNK and more are a chunk on tensor
+# cores. With a decay for each channel they are taken in one after the other, 1.2 us each on an
+# H200: a chunk's products of keys would take one pass for each size of blocks
+# (ops/attention/delta_channels.py). So are LEAST_CHUNK and more in other dtypes than bf16: parts of
+# the state for tensor cores then spill registers.
 MOST_JOINT = 4
 LEAST_CHUNK = 5
 CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/attention/delta_prompt.py
@@ -203,7 +203,8 @@ def _read_together(
     v = convolve(new, value_sum, taps[1], s)
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
     for n in tl.static_range(s.joint):
-        qk = convolve(key_inputs[n + s.width - 1], sum_past(key_inputs[n:], taps[0], 0.0, s), taps[0], s)
+        key_sum = sum_past(key_inputs[n:], taps[0], 0.0, s)
+        qk = convolve(key_inputs[n + s.width - 1], key_sum, taps[0], s)
         decay, share = _decay_and_share(gates[n][0], gates[n][1], factors[0], factors[1])
         of_token = tl.sum(tl.where(as_tile(lane_row, s) == n, v, 0.0), 2, keep_dims=True)
         tokens = tokens + ((qk, of_token, decay, share),)

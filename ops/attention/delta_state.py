@@ -217,8 +217,8 @@ def read_together(old, tokens, s: tl.constexpr):
 
     tokens: of each q and k, v, decay and share, as of `read_and_update`.
 
-    All sums over rows are of `old`, and of q and k of two tokens: none waits for another token.
-    What later tokens read then follows each token's correction, as the state would:
+    Sums over rows are of `old`, and of q and k of two tokens: none waits for another token. Each
+    token's correction then changes the reads of later ones, as it would change the state:
     q (decay S + k correction) = decay (q S) + (q . k) correction. Three products of q and k are
     summed beside one with the state, so that they have its layout.
     """
