@@ -211,6 +211,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return choose_small_tiles(weight)
     if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
         return FewTiles(64, 4, 1, x_depth=1)
+    if weight.kind == "int4" and not has_many_rows(weight):
+        return FewTiles(16, 4, 4, x_depth=2)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
