@@ -274,9 +274,12 @@ IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 def most_in_registers(weight: Weight) -> int:
     """Return the most tokens of a program of `_multiply_sum`: `IN_REGISTERS`.
 
-    A head in 8 bits has one less: each of its many programs norms all of x.
+    A head in 8 bits has one less, and so has int4 with many rows that is no head: each of many
+    programs norms all of x.
     """
-    return IN_REGISTERS[BITS[weight.kind]] - (weight.fields == 4 and has_many_rows(weight))
+    is_head = has_many_rows(weight)
+    is_wide = weight.kind == "int4" and not is_head and weight.out >= 64 * weight.multiprocessors
+    return IN_REGISTERS[BITS[weight.kind]] - (is_wide or (weight.fields == 4 and is_head))
 
 
 class Norm(NamedTuple):
