@@ -4,10 +4,10 @@
 
 Sizes of Qwen3.6-35B-A3B and Qwen3-Next. Every form is first compared with the plain one; the
 command fails if a result is wrong. Decode: us of one layer without its projections, in a CUDA graph
-of 16 layers, whose states do not fit into L2. Several tokens: the same, one after the other and as
-one chunk, after a call of which some tokens were accepted. Prompt: one layer with and without its
-projections, against causal SDPA of the same model. "apart" is the relative difference to fp32 in
-PyTorch, or of both forms.
+of 16 layers, whose states do not fit into L2. Several tokens: the same, one after the other, as
+chosen, and as one chunk, after a call of which some tokens were accepted. Prompt: one layer with
+and without its projections, against causal SDPA of the same model. "apart" is the relative
+difference to fp32 in PyTorch, or of both forms.
 """
 
 import sys
@@ -34,8 +34,8 @@ N, VALUES = 2 * K * C + H * C, H * C
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256  # attention layer; its query has a gate as well
 LAYERS = 16
 # Tokens of a call, and how many of the call before were accepted.
-# (fewest tokens of a chunk, precision): the first is no chunk.
-FEW_FORMS = ((MAX_TENTATIVE + 1, ""), (2, "tf32"), (2, "tf32x3"))
+# (most tokens at once in registers, fewest of a chunk, precision): first one after the other.
+FEW_FORMS = ((0, MAX_TENTATIVE + 1, ""), (4, 5, "tf32"), (0, 2, "tf32"), (0, 2, "tf32x3"))
 FEW = ((2, 0), (2, 2), (3, 0), (4, 0), (4, 4), (8, 0), (8, 4), (8, 8), (16, 0), (16, 8), (16, 16))
 # (chunk, precision): how `launch_delta_chunk` may compute; the first is its default.
 PROMPT_FORMS = ((64, "tf32"), (64, "tf32x3"), (32, "tf32"), (32, "tf32x3"))
@@ -138,10 +138,10 @@ def few_row(tokens: int, accepted: int) -> str:
     for layer in layers:
         calls += [layer, layer | {"positions": layer["positions"] + accepted}]
     start = {name: tensor.clone() for name, tensor in layers[0].items()}
-    for least, precision in FEW_FORMS:
+    for most, least, precision in FEW_FORMS:
         ours = {name: tensor.clone() for name, tensor in start.items()}
         exactness = mock.patch.dict(delta.CHUNK_PRECISION, {torch.bfloat16: precision})
-        with mock.patch.object(delta, "LEAST_CHUNK", least), exactness:
+        with mock.patch.multiple(delta, MOST_JOINT=most, LEAST_CHUNK=least), exactness:
             pair = [fused_step(ours | {"positions": call["positions"]}) for call in calls[:2]]
             times.append(graph_seconds(fused_step, calls) * 1e6)
         results.append((torch.cat(pair), ours["state"]))
@@ -248,7 +248,7 @@ def main() -> None:
     print("batch   plain us   fused us   GB/s of it   apart")
     for batch in options.batch:
         print(decode_rows(batch), flush=True)
-    print("tokens   accepted   serial us   chunk us, y and state apart; the same in tf32x3")
+    print("tokens   accepted   serial us   chosen us, y, state apart; chunk; chunk in tf32x3")
     for tokens, accepted in FEW:
         print(few_row(tokens, accepted), flush=True)
     print(f"{options.tokens} tokens             layer us   mix us   tokens/s       apart")

@@ -151,7 +151,7 @@ FORMS: dict[str, tuple[tuple, ...]] = {
     "x quantized": ((experts, "quantizes_first", always_quantizes),),
     "x not quantized": ((experts, "quantizes_first", lambda *_: False),),
     "rule by chunk": ((delta, "LEAST_CHUNK", 2),),
-    "rule by token": ((delta, "LEAST_CHUNK", 99),),
+    "rule by token": ((delta, "LEAST_CHUNK", 99), (delta, "MOST_JOINT", 0)),
 }
 
 

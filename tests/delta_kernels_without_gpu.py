@@ -70,6 +70,8 @@ FEW = {  # B, T, K, H, Ck, Cv, W, last, accepted tokens of the call before (None
     "fewer tokens than the window": (2, 2, 4, 8, 16, 32, 4, (0, 1), (1, 0)),
     "as many as are kept": (1, MAX_TENTATIVE, 1, 1, 16, 16, 3, None, (MAX_TENTATIVE,)),
     "drafts after drafts": (2, 3, 2, 6, 16, 32, 4, None, (5, 1)),
+    "four tokens, a key head of each": (2, 4, 2, 2, 16, 128, 2, (3, 1), (4, None)),
+    "two tokens, published sizes of a head": (1, 2, 1, 2, 128, 128, 4, None, (3,)),
     "one token after drafts": (4, 1, 2, 4, 16, 16, 4, (0, -1, 0, 0), (3, 2, None, 16)),
     "one token after drafts, a key head of each": (2, 1, 2, 2, 128, 32, 3, None, (1, 2)),
     "one token after drafts, three value heads": (1, 1, 2, 6, 32, 64, 4, None, (4,)),
@@ -298,7 +300,7 @@ def errors() -> dict[str, list[float]]:
     for T, options in ((4, {"delta_gate": "sigmoid"}), (16, {})):
         options |= {"dtype": torch.bfloat16}
         cases[f"chunk of {T}, bf16"] = partial(chunk_errors, CHUNKS[f"chunk of {T}"], **options)
-    for name in ("drafts", "one token after drafts"):
+    for name in ("drafts", "drafts after drafts", "one token after drafts"):
         cases[f"{name}, sigmoid"] = partial(few_errors, FEW[name], delta_gate="sigmoid")
     names = os.environ.get("CASES", ";".join(cases)).split(";")
     return {name: cases[name]() for name in names}
@@ -339,7 +341,7 @@ def machine_code() -> dict[str, dict[str, int]]:
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of channels, {T}": code for name, code in launched.items()}
         for T, (layer, *call) in several.items():
-            form = "one after the other" if T < delta.LEAST_CHUNK else "chunk"
+            form = "at once" if T <= delta.MOST_JOINT else "chunk"
             launched = launched_code(partial(layer.core, *call))
             found |= {f"{name} of {T}, {form}": code for name, code in launched.items()}
     return {name: counts(code) for name, code in found.items()}

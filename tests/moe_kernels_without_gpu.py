@@ -68,7 +68,7 @@ from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
 from ops.products.routing import route
-from ops.products.weights import BITS, INTEGERS, Weight, packed_weight, plain_weight
+from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
@@ -255,7 +255,7 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     x = torch.full_like(layer.x, 2 - 2**-9) if edge else layer.x
     norm = torch.full_like(layer.norm, 1 + 2**-10) if edge else layer.norm
     bias = layer.bias[0][0, : case.I] if case.biased else None
-    errors, most = [], dense.IN_REGISTERS[BITS[weight.kind]]
+    errors, most = [], dense.most_in_registers(weight)
     # On tensor cores, and without: programs of up to IN_REGISTERS tokens.
     for tiles in {layer.tiles} if case.groups > 1 else {layer.few_tiles, layer.tiles}:
         has_norm = isinstance(tiles, moe_tiles.Tiles)
@@ -294,9 +294,11 @@ def beside_error(layer: Layer) -> float:
         return 0.0
     y = torch.full((case.tokens, case.I + len(rows)), torch.nan)
     parts = y.split((case.I, len(rows)), 1)
-    given = dense.Norm(norm, 1e-5)
+    normed, given = group_norm(x.double(), norm.double(), 1, 1e-5), dense.Norm(norm, 1e-5)
+    if case.tokens > dense.most_in_registers(weight):
+        x, given = normed.bfloat16(), None
+        normed = x.double()
     dense.dense_product(x, weight, given, out=parts[0], beside=(narrow, parts[1]))
-    normed = group_norm(x.double(), norm.double(), 1, 1e-5)
     want = normed @ layer.plain_dense[0].T, normed @ rows.double().T
     return max(relative(*pair) for pair in zip(parts, want, strict=True))
 

@@ -72,7 +72,7 @@ class OneProduct:
     def run(self, _=None) -> None:
         self.tiles = few_tokens.choose_few_tiles(self.weight, 8)
         y = torch.ones(8, 4) * (2 if self.tiles.rows == 32 else 1)
-        few_tokens.launch(few_tokens._down_few, (1,), None, None, None, None, y)
+        few_tokens.launch(few_tokens._down_few, (1,), None, None, None, None, y, None)
 
     def microseconds(self, warmups: int = 2) -> float:
         self.run()

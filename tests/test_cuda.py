@@ -1314,7 +1314,7 @@ def test_chunks_at_positions_by_kernels_are_the_plain_ones(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", (2, 4, 8, 16))
+@pytest.mark.parametrize("tokens", (2, 3, 4, 8, 16))
 @pytest.mark.parametrize("accepted", ((3, None, 0), (16, 1, 9)))
 @pytest.mark.parametrize("padded", (False, True))
 def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):

@@ -526,6 +526,11 @@ def test_a_heads_programs_share_x(monkeypatch):
         assert [choose_few_tiles(each, 8).rows for each in (head, wide)] == rows
     assert dense.most_in_registers(weight("int8", 151936, 2048)) == 3
     assert dense.most_in_registers(weight("int8", 12288, 2048)) == 4
+    of_int4 = {
+        out: dense.most_in_registers(weight("int4", out, 2048)) for out in (2048, 9216, 151936)
+    }
+    assert of_int4 == {2048: 3, 9216: 2, 151936: 3}
+    assert choose_few_tiles(weight("int4", 9216, 2048), 8).depth == 4
     assert tilings.choose_tiles(weight("q6_k", 151936, 2048), 64, 1).stay
     for other in (weight("q6_k", 20480, 32768), weight("q6_k", 4096, 2048)):  # long rows; few
         assert not tilings.choose_tiles(other, other.quads, 1).stay

@@ -195,7 +195,7 @@ def without_a_gpu(**variables: str) -> dict:
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
     assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
-    assert len(errors) == 50
+    assert len(errors) == 53
     for case, found in errors.items():  # the order of sums of g differs
         assert max(found) < (2e-2 if case.endswith("bf16") else 2e-5), (case, found)
 
@@ -215,9 +215,9 @@ def test_the_kernels_compile_for_an_h200():
             # GPUs of compute capability 8.6 to 8.9, and 12.0, have 99 KB.
             assert counts["shared"] <= 99 << 10 and counts["instructions"] < 3500, (name, counts)
             continue
-        # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers.
-        # Decays of channels are a product more for each number of the state.
-        most = 2300 if "of channels" in name else 2000
+        # 8 tokens in a loop. Unrolled they were 4,000 instructions, with 150 barriers. Decays of
+        # channels are a product more for each number of the state. Tokens at once are unrolled.
+        most = 2300 if "of channels" in name else 4000 if name.endswith("at once") else 2000
         assert counts["instructions"] < most and counts["barriers"] < 20, (name, counts)
     for name in [name for name in found if "_chunk" in name or "_channels" in name]:
         counts = found.pop(name)

@@ -42,6 +42,7 @@ from ops.attention.delta_state import (
     memory_row,
     norm_head,
     read_and_update,
+    read_together,
     softplus,
     state_of_layer,
     sum_past,
@@ -53,10 +54,12 @@ from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.pending import take_in_plain
 from ops.sizes import pow2
 
-# Calls of fewer tokens take them in one after the other: 1.2 us each on an H200, where a chunk of 4
-# takes as long, of 8 7.2 us and of 16 8.2. So do those with a decay for each channel: its products
-# of keys take one pass for each size of blocks (ops/attention/delta_channels.py). So do models in
-# other dtypes than bf16: parts of the state for tensor cores then spill registers.
+# Two to MOST_JOINT tokens are read at once in registers, LEAST_CHUNK and more are a chunk on tensor
+# cores. With a decay for each channel they are taken in one after the other, 1.2 us each on an
+# H200: a chunk's products of keys would take one pass for each size of blocks
+# (ops/attention/delta_channels.py). So are LEAST_CHUNK and more in other dtypes than bf16: parts of
+# the state for tensor cores then spill registers.
+MOST_JOINT = 4
 LEAST_CHUNK = 5
 CHUNK_PRECISION = {torch.bfloat16: "tf32"}  # by dtype: `PRECISION` of ops/attention/delta_prompt.py
 
@@ -157,6 +160,73 @@ def _read_tokens(
         tl.store(y + token * STRIDE, zeros, mask=is_first)
 
 
+@jit
+def _load_before(newest, values, taps, lane_row, s: tl.constexpr):
+    """Load what `_read_together` takes of v's inputs before a call, which begin at `newest`.
+
+    Return one of them for each lane row, and the convolution's sums over those before its token.
+    """
+    past = tl.load(newest + tl.minimum(lane_row, s.width - 2) * s.channels + values)
+    total, token = 0.0, tl.minimum(lane_row, s.joint - 1)
+    for n in tl.static_range(s.width - 1):
+        x = newest + (token + n) * s.channels + values
+        x = tl.load(x, mask=token + n < s.width - 1, other=0.0)
+        total += as_tile(x, s).to(tl.float32) * taps[n]
+    return past, total
+
+
+@jit
+def _read_together(
+    qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s: tl.constexpr
+):
+    """Do for the S tokens of `s.joint` what `_read_tokens` does for one after the other.
+
+    Lane rows, which have the same columns, divide the tokens' v, gates and results: those past the
+    last token have it, too. Store the tokens' inputs, those of q and k if `moves_keys`. past: the
+    inputs of q and k, those of `_load_before`. kept: the window, then as in `_read_tokens`. places:
+    channels of q and k, of v, and lane rows.
+    """
+    STRIDE: tl.constexpr = s.heads * s.value_dim
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    keys, values, lane_row = places
+    key_inputs, value_past, value_sum = past
+    own = tl.minimum(lane_row, s.joint - 1)
+    gates, tokens = (), ()
+    for n in tl.static_range(s.joint):
+        key_inputs = key_inputs + (tl.load(qkv + n * s.row + keys),)
+        gates = gates + ((tl.load(found[0] + n * s.b_row), tl.load(found[1] + n * s.a_row)),)
+    new = tl.load(qkv + own * s.row + values)
+    for n in tl.static_range(s.width - 1):
+        before = own + (n - s.width + 1)
+        x = tl.load(qkv + before * s.row + values, mask=before >= 0, other=0.0)
+        value_sum += as_tile(x, s).to(tl.float32) * taps[1][n]
+    gate = as_tile(tl.load(found[2] + own * s.output_row + values), s).to(tl.float32)
+    v = convolve(new, value_sum, taps[1], s)
+    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
+    for n in tl.static_range(s.joint):
+        key_sum = sum_past(key_inputs[n:], taps[0], 0.0, s)
+        qk = convolve(key_inputs[n + s.width - 1], key_sum, taps[0], s)
+        decay, share = _decay_and_share(gates[n][0], gates[n][1], factors[0], factors[1])
+        of_token = tl.sum(tl.where(as_tile(lane_row, s) == n, v, 0.0), 2, keep_dims=True)
+        tokens = tokens + ((qk, of_token, decay, share),)
+    outs = read_together(old, tokens, s)
+    if real > 0:  # all threads have read the old ones
+        for n in tl.static_range(s.joint):
+            tl.store(kept[1] + n * s.gates, gates[n][0])
+            tl.store(kept[2] + n * s.gates, gates[n][1])
+        kept_values = kept[0] + lane_row * s.channels + values
+        tl.store(kept_values, value_past, mask=lane_row < s.width - 1)
+        tl.store(kept_values + (s.width - 1) * s.channels, new, mask=lane_row < s.joint)
+        if moves_keys:
+            keep_inputs(kept[0], key_inputs, None, keys, 0, None, s)
+    out = outs[s.joint - 1]
+    for n in tl.static_range(s.joint - 1):
+        out = tl.where(as_tile(lane_row, s) == n, outs[n], out)
+    out = tl.reshape(norm_head(out, factor * factors[2], s, DTYPE), values.shape)
+    out = tl.where(real > 0, out, 0.0)
+    tl.store(y + lane_row * STRIDE, out.to(DTYPE), mask=lane_row < s.joint)
+
+
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
 # projections, which make qkv and the gates. So are pending tokens taken in, of which there are none
 # after another call of one token.
@@ -219,8 +289,11 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
     newest = window + accepted * s.channels
     key_inputs = load_past(newest, keys, s)
     key_past = sum_past(key_inputs, key_taps, 0.0, s)
-    value_inputs = load_past(newest, values, s)
-    value_past = sum_past(value_inputs, value_taps, 0.0, s)
+    if s.joint > 0:
+        value_inputs, value_past = _load_before(newest, values, value_taps, lane_row, s)
+    else:
+        value_inputs = load_past(newest, values, s)
+        value_past = sum_past(value_inputs, value_taps, 0.0, s)
     arrivals += sequence * s.key_heads + head // SHARING
     if s.own > 0:
         few = prepare_few(old, newest, weights, s.first_value + head * CV, s)
@@ -255,13 +328,19 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
             own_keys, counts = (keys, key_taps, key_inputs), (real, tokens)
             kept = window, kept, s.first_value + head * CV
             read_few(qkv, found, y, few, own_keys, factors, kept, counts, moves_keys, s)
+        elif s.joint > 0:
+            past, places = (key_inputs, value_inputs, value_past), (keys, values, lane_row)
+            kept = window, kept[0], kept[1]
+            _read_together(
+                qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s
+            )
         else:
             past = key_inputs, value_inputs
             _read_tokens(qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s)
     if exists:
         if changes:
             tl.store(pending.first + row * H + head, begin)
-        if s.own == 0:  # else it is done
+        if s.own + s.joint == 0:  # else it is done
             keep_inputs(window, value_inputs, qkv, values, tokens, is_first, s)
             if moves_keys:
                 keep_inputs(window, key_inputs, qkv, keys, tokens, None, s)
@@ -340,6 +419,9 @@ def delta_tokens(
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:
     """Return how a call's tokens are computed: settings of `DeltaSettings`."""
+    most = 0 if s.channel_decay or s.width > s.lane_rows else min(MOST_JOINT, LEAST_CHUNK - 1)
+    if 1 < tokens <= most:
+        return dict(joint=tokens)
     if tokens < LEAST_CHUNK or s.channel_decay or dtype not in CHUNK_PRECISION:
         return {}
     return dict(own=pow2(tokens), precision=CHUNK_PRECISION[dtype])

@@ -80,6 +80,7 @@ class DeltaSettings:
     output_row: int = 0
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
     own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
+    joint: int = 0  # tokens of a call that are read at once; 0: one after the other
     precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
@@ -206,6 +207,59 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 
 
 @jit
+def _add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@jit
+def read_together(old, tokens, s: tl.constexpr):
+    """Return what each of up to four tokens reads from the state, a tuple. old: before the first.
+
+    tokens: of each q and k, v, decay and share, as of `read_and_update`.
+
+    Sums over rows are of `old`, and of q and k of two tokens: none waits for another token. Each
+    token's correction then changes the reads of later ones, as it would change the state:
+    q (decay S + k correction) = decay (q S) + (q . k) correction. Three products of q and k are
+    summed beside one with the state, so that they have its layout.
+    """
+    keys, reads, products = (), (), ()
+    for t in tl.static_range(s.joint):  # a token's products begin at t (t + 2)
+        q, k = _channel_pair(tokens[t][0], s)
+        q, k = _like_state(q, old, s), _like_state(k, old, s)
+        keys, reads, products = keys + (k,), reads + (k * old, q * old), products + (q * q,)
+        for n in tl.static_range(t + 1):
+            products = products + (k * keys[n], q * keys[n])
+    for _ in tl.static_range(s.joint * (4 - s.joint)):
+        products = products + (products[0],)
+    k_reads, q_reads, sums = (), (), ()
+    for n in tl.static_range(2 * s.joint):
+        found = (reads[n], products[3 * n], products[3 * n + 1], products[3 * n + 2])
+        found = tl.reduce(found, 0, _add_four, keep_dims=True)
+        found = tl.reduce(found, 2, _add_four, keep_dims=True)
+        sums = sums + found[1:]
+        if n % 2 == 0:
+            k_reads = k_reads + found[:1]
+        else:
+            q_reads = q_reads + found[:1]
+    outs = ()
+    for n in tl.static_range(s.joint):
+        v, decay, share = tokens[n][1], tokens[n][2], tokens[n][3]
+        q_factor = tl.rsqrt(sums[n * (n + 2)] + 1e-6) * s.key_dim**-0.5
+        k_factor = tl.rsqrt(sums[n * (n + 4) + 1] + 1e-6)
+        correction = (v - decay * k_factor * k_reads[0]) * (share * k_factor)
+        later_k, later_q = (), ()
+        for t in tl.static_range(n, s.joint):
+            later_k = later_k + (
+                decay * k_reads[t - n] + sums[t * (t + 2) + 1 + 2 * n] * correction,
+            )
+            later_q = later_q + (
+                decay * q_reads[t - n] + sums[t * (t + 2) + 2 + 2 * n] * correction,
+            )
+        outs, k_reads, q_reads = outs + (q_factor * later_q[0],), later_k[1:], later_q[1:]
+    return outs
+
+
+@jit
 def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
     """Normalize what a token has read of a head, or what several have [T, Cv].
 
@@ -314,8 +368,8 @@ def convolve(x, past, taps, s: tl.constexpr):
 
 @jit
 def keep_inputs(window, inputs, own, channels, tokens, mask, s: tl.constexpr):
-    """Store the last W - 1 inputs of channels, then those from `own` on, the pending tokens'."""
-    for n in tl.static_range(s.width - 1):
+    """Store inputs of channels, at least the last W - 1, then the pending tokens' from `own` on."""
+    for n in tl.static_range(len(inputs)):
         tl.store(window + n * s.channels + channels, inputs[n], mask=mask)
     if not s.is_one and own is not None:
         for token in range(tokens):

@@ -16,6 +16,7 @@ from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
 from ops.products.few_tokens import FewTiles, down_few
+from ops.products.fragments import TILE
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -274,9 +275,12 @@ IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
 def most_in_registers(weight: Weight) -> int:
     """Return the most tokens of a program of `_multiply_sum`: `IN_REGISTERS`.
 
-    A head in 8 bits has one less: each of its many programs norms all of x.
+    A head in 8 bits has one less, and so has int4 with many rows that is no head: each of many
+    programs norms all of x.
     """
-    return IN_REGISTERS[BITS[weight.kind]] - (weight.fields == 4 and has_many_rows(weight))
+    is_head = has_many_rows(weight)
+    is_wide = weight.kind == "int4" and not is_head and weight.out >= 64 * weight.multiprocessors
+    return IN_REGISTERS[BITS[weight.kind]] - (is_wide or (weight.fields == 4 and is_head))
 
 
 class Norm(NamedTuple):
@@ -353,7 +357,7 @@ def dense_product(
     if (norm and few) or (groups > 1 and not norms_groups(weight, groups, T, tiles)):
         raise ValueError(f"no product norms {T} tokens, {groups} groups of x: norm_apart does that")
     if few:
-        down_few(x, weight, y, residual, bias, scale, tiles, activation, early)
+        down_few(x, weight, y, residual, bias, scale, tiles, activation, early, beside)
         return y
     fields = dict(eps=eps, groups=groups, scale=scale, activation=activation, early=early)
     if T > 1:
@@ -383,12 +387,16 @@ def rows_beside(weight: Weight, T: int) -> int:
 def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
-    It does in registers, if the narrow weight has at most a sixteenth of the other's rows, and its
-    programs have registers for all of their weights.
+    It does if the narrow weight has at most a sixteenth of the other's rows, and its programs have
+    registers for all of their weights: beside a product on tensor cores for up to 16 tokens, if it
+    has 16 bits; else if both products are in registers.
     """
-    small = rows_beside(narrow, 1) * narrow.quads <= 1024 and 16 * narrow.out <= weight.out
+    if 16 * narrow.out > weight.out or weight.word_scaled or narrow.word_scaled:
+        return False
+    if max(1, most_in_registers(weight)) < T:
+        return T <= 2 * TILE and narrow.kind == "bf16" and narrow.quads <= 512
     most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
-    return most >= T and small and not (weight.word_scaled or narrow.word_scaled)
+    return most >= T and rows_beside(narrow, 1) * narrow.quads <= 1024
 
 
 def launch_sum(

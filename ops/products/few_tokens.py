@@ -4,7 +4,8 @@ x [T, in] @ weight [out, in]^T, with bias and residual. ops/products/fragments.p
 has the loop; ops/products/expert_tiles.py has the products of experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ops.sizes import cdiv, pow2
 
 BLOCK = 32  # most tokens of a program
 TILE_REGISTERS = 64  # a lane's, for weights in flight
+HELD = 8192  # numbers of x that a program of a narrow product holds
 # The most of a product with few rows, by warps: it has all of a program's weights in flight if they
 # fit. Decoding codes takes more of the other registers than bf16 does.
 MOST_REGISTERS = {4: 160, 8: 160, 16: 64}
@@ -40,17 +42,30 @@ class DenseSettings(FewSettings):
     activation: Activation | None = None  # before the residual is added; up is 1
     gated: bool = False
     early: bool = False  # the next kernel starts at once
+    narrow: int = 0  # rows of another weight that is multiplied by the same x
+    narrow_stride: int = 0  # between rows of that product
+
+    padded = property(lambda s: pow2(s.width))
+    # Tokens whose x `_multiply_row` holds at once.
+    held = property(lambda s: min(pow2(s.tokens), max(1, HELD // s.padded)))
 
 
-# Grid [R, blocks]: a program computes `stored` rows of the result of a block of tokens.
+class BesideFew(NamedTuple):
+    """Another weight that is multiplied by the same x in one launch."""
+
+    weight: Tensor  # [rows, in], as x
+    y: Tensor
+
+
+# A program of `_down_few`: it computes `stored` rows of the result of a block of tokens.
 #
 # The result is scale * (product + bias), activated if so declared, + residual. All but x is loaded
 # before the wait.
 @jit
-def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr):
+def _multiply_block(x, residual, weights, bias, y, program, s: tl.constexpr, PDL: tl.constexpr):
     TOKENS: tl.constexpr = 8 * s.tiles
     OUT: tl.constexpr = s.out
-    row = tl.program_id(0) * s.stored
+    row = program * s.stored
     if s.blocks > 1:
         first = tl.program_id(1) * s.tokens
         if s.all_tokens % s.tokens:
@@ -85,6 +100,39 @@ def _down_few(x, residual, weights, bias, y, s: tl.constexpr, PDL: tl.constexpr)
     if residual is not None:
         result += add
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
+
+
+# One row of a 16-bit weight times a block of tokens, in registers: on tensor cores 16 rows would be
+# one program, whose loads of x wait for each other.
+@jit
+def _multiply_row(x, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
+    number = tl.arange(0, s.padded)
+    inside = number < s.width
+    numbers = tl.load(weight + row * s.width + number, mask=inside, other=0.0)
+    first = 0
+    if s.blocks > 1:
+        first = tl.minimum(tl.program_id(1) * s.tokens, s.all_tokens - s.tokens)
+    await_previous(PDL, s.early)
+    for n in tl.static_range(0, s.tokens, s.held):
+        token = n + tl.arange(0, s.held)
+        at, exists = first + token, token < s.tokens
+        tile = x + at[:, None] * s.width + number[None, :]
+        tile = tl.load(tile, mask=exists[:, None] & inside[None, :], other=0.0)
+        total = tl.sum(tile.to(tl.float32) * numbers.to(tl.float32)[None, :], 1)
+        tl.store(y + at * s.narrow_stride + row, total.to(y.dtype.element_ty), mask=exists)
+
+
+# Grid [R, blocks]. The first `narrow` programs multiply another weight by the same tokens, while
+# the others run: a kernel of its own would end after them.
+@jit
+def _down_few(x, residual, weights, bias, y, beside, s: tl.constexpr, PDL: tl.constexpr):
+    program = tl.program_id(0)
+    if s.narrow > 0:
+        if program < s.narrow:
+            _multiply_row(x, beside.weight, beside.y, program, s, PDL)
+            return
+        program -= s.narrow
+    _multiply_block(x, residual, weights, bias, y, program, s, PDL)
 
 
 @dataclass(frozen=True)
@@ -164,6 +212,8 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return choose_small_tiles(weight)
     if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
         return FewTiles(64, 4, 1, x_depth=1)
+    if weight.kind == "int4" and not has_many_rows(weight):
+        return FewTiles(16, 4, 4, x_depth=2)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
@@ -289,11 +339,14 @@ def down_few(
     tiles: FewTiles | None = None,
     activation: Activation | None = None,
     early: bool = False,
+    beside: tuple[Weight, Tensor] | None = None,
 ) -> None:
     """Store scale * (x @ weight + bias) + residual in y [T, out].
 
     x [T, in], weight [out, in], residual [T, out], bias [out]. activation: of the sum before the
-    residual is added, which is its gate; up is 1. early: let the next kernel start at once.
+    residual is added, which is its gate; up is 1. early: let the next kernel start at once. beside:
+    another weight, of 16 bits and few rows, that is multiplied by x, and where to store that
+    product.
 
     Raises ValueError unless all programs have the same number of tokens.
     """
@@ -304,6 +357,11 @@ def down_few(
     s = DenseSettings(**fixed, activation=activation, early=early)
     if x.shape[1] != s.width or y.shape != (len(x), s.out):
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)} for a weight [{s.out}, {s.width}]")
-    grid = cdiv(s.out, s.stored), blocks
-    tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y
-    launch(_down_few, grid, *tensors, settings=s, **tiles.options)
+    programs, others = cdiv(s.out, s.stored), None
+    if beside is not None:
+        narrow, result = beside
+        s = replace(s, narrow=narrow.out, narrow_stride=result.stride(0))
+        programs += narrow.out
+        others = BesideFew(unit_tensors(narrow, x.dtype).codes, result)
+    tensors = order_words(x, weight), residual, unit_tensors(weight, x.dtype), bias, y, others
+    launch(_down_few, (programs, blocks), *tensors, settings=s, **tiles.options)
