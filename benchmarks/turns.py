@@ -61,7 +61,7 @@ def in_ms(values: list[float]) -> str:
     return " ".join(f"{1e3 * value:.2f}" for value in values)
 
 
-# Of an answer there is a list of times: when it was asked for, and when each token came.
+# An answer's `times` are those of its request and of each of its tokens.
 
 
 def firsts(answers: list[list[float]]) -> list[float]:
@@ -183,7 +183,7 @@ class Client:
     def ask(
         self, prompt: list[int], count: int, ended: Callable[[], bool] = lambda: False
     ) -> list[float]:
-        """Stream an answer until `ended`; return when it was asked for, and when each token came.
+        """Stream an answer until `ended`; return the times of its request and of each token.
 
         Raises RuntimeError if it has no token.
         """
