@@ -822,6 +822,7 @@ def test_an_exception_within_a_stream_is_its_last_event(
         ({"logit_bias": {"5": 101}}, "logit_bias must be"),
         ({"logit_bias": {"4096": 1}}, "logit_bias: token ids must be from 0 to 4095"),
         ({"logit_bias": {"x": 1}}, "logit_bias: token ids must be"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias: token ids must be"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
         ({"echo": 1}, "echo 1: it must be true or false"),
         ({"stream": 1}, "stream 1: it must be true or false"),
