@@ -4,6 +4,7 @@ ops/README.md has the rules of a kernel's parameters.
 """
 
 import dataclasses
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,8 +115,7 @@ class Kernel(triton.JITFunction if triton else object):
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise KernelError(self.__name__, first) from error
+            raise KernelError(self.__name__, describe(error)) from error
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
@@ -137,6 +137,15 @@ def has_failed_on_gpu(error: Exception) -> bool:
     text = str(error)
     reasons = "illegal", "misaligned", "unspecified", "out of memory", "device-side assert"
     return "CUDA" in text and any(reason in text for reason in reasons)
+
+
+def describe(error: Exception) -> str:
+    """Return an error's first line, and the fix if files of Triton's cache may be damaged."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    is_damaged = isinstance(error, json.JSONDecodeError) or "Unknown key" in first
+    if is_damaged or "kernel image is invalid" in first:
+        return f"{first}: remove {triton.knobs.cache.dir}, which may be damaged"
+    return first
 
 
 def check_needs(kernel: Kernel, code, limit: int) -> None:
