@@ -115,7 +115,7 @@ class Kernel(triton.JITFunction if triton else object):
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
-            raise KernelError(self.__name__, describe(error)) from error
+            raise KernelError(self.__name__, first_line(error)) from error
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
@@ -132,20 +132,20 @@ def without_memory(arg):
     return arg
 
 
-def has_failed_on_gpu(error: Exception) -> bool:
-    """Whether the GPU has failed while a kernel ran, an earlier one perhaps."""
-    text = str(error)
-    reasons = "illegal", "misaligned", "unspecified", "out of memory", "device-side assert"
-    return "CUDA" in text and any(reason in text for reason in reasons)
-
-
-def describe(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return an error's first line, and the fix if files of Triton's cache may be damaged."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     is_damaged = isinstance(error, json.JSONDecodeError) or "Unknown key" in first
     if is_damaged or "kernel image is invalid" in first:
         return f"{first}: remove {triton.knobs.cache.dir}, which may be damaged"
     return first
+
+
+def has_failed_on_gpu(error: Exception) -> bool:
+    """Whether the GPU has failed while a kernel ran, an earlier one perhaps."""
+    text = str(error)
+    reasons = "illegal", "misaligned", "unspecified", "out of memory", "device-side assert"
+    return "CUDA" in text and any(reason in text for reason in reasons)
 
 
 def check_needs(kernel: Kernel, code, limit: int) -> None:
