@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from cli.chat import Chat, greeting, model_name, read_requests
-from cli.command import check_stdout, command
+from cli.command import check_stdout, command, suppress_ctrl_c
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
     DEFAULT_PROMPT,
@@ -593,7 +593,7 @@ def chat(
     turns.silent = not process_group.is_main()
     for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
-        with suppress(KeyboardInterrupt):  # as at the prompt, which comes after it
+        with suppress_ctrl_c():  # as at the prompt, which comes after it
             while isinstance(session, Speculation) and session.captures.capture_next():
                 pass  # the user reads the answer meanwhile
 

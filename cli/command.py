@@ -46,6 +46,16 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
+@contextlib.contextmanager
+def suppress_ctrl_c() -> Iterator[None]:
+    """Within, Ctrl-C ends the block alone. SIGTERM and SIGHUP end the command."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if isinstance(error, Terminated):
+            raise
+
+
 def command(
     fail: Callable[[str], int] | None = None,
     out_of_memory: str = "use a smaller checkpoint: quantize.py --mode int4",

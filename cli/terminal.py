@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cli.command import Terminated
 from host.folders import user_state
 
 try:
@@ -47,6 +48,8 @@ def read_messages(commands: Sequence[str] = ()) -> Iterator[str]:
     while True:
         try:
             message = read_message(reader.read)
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             print("  (/exit ends)", file=sys.stderr)
             continue
@@ -75,6 +78,8 @@ def edit_text(text: str | None) -> str | None:
     readline.set_startup_hook(lambda: readline.insert_text(text))
     try:
         return input(PROMPT)
+    except Terminated:
+        raise
     except (EOFError, KeyboardInterrupt):
         print(file=sys.stderr)
         return None

@@ -4,6 +4,7 @@ ops/README.md has the rules of a kernel's parameters.
 """
 
 import dataclasses
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -168,7 +169,12 @@ def without_memory(arg):
 
 
 def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return an error's first line, and the fix if files of Triton's cache may be damaged."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    is_damaged = isinstance(error, json.JSONDecodeError) or "Unknown key" in first
+    if is_damaged or "kernel image is invalid" in first:
+        return f"{first}: remove {triton.knobs.cache.dir}, which may be damaged"
+    return first
 
 
 def has_failed_on_gpu(error: Exception) -> bool:

@@ -1,26 +1,54 @@
-"""uvicorn's server, with a limit on the time in which a request's headers must arrive."""
+"""uvicorn's server, with limits on the time that a client may take to send and to read."""
 
 import asyncio
+import socket
+import sys
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_TIMEOUT = 10.0  # seconds from a connection's, or a request's, first byte
+READ_TIMEOUT = 60.0  # seconds in which a client must read something of what is waiting for it
+# Seconds after which the kernel asks whether an idle client is there, and between its questions.
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3
 SHUTDOWN_SECONDS = 1  # that answers in flight have to end
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection whose headers are late; uvicorn has a timeout for idle ones only.
+    """Closes a connection whose headers are late, and one whose client does not read.
 
-    Otherwise silent sockets would use up the server's file descriptors.
+    uvicorn has a timeout for idle ones only. Otherwise silent sockets would use up the server's
+    file descriptors, and requests whose answer nobody reads its places.
     """
 
     header_timer: asyncio.TimerHandle | None = None
+    read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # `pause_writing` is called for any bytes that wait
+        ask_whether_alive(transport.get_extra_info("socket"))
         self.start_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self.stop_read_timer()
+        super().resume_writing()
+
+    def wait_for_reader(self, before: float = float("inf")) -> None:
+        """Close the connection if none of the bytes that wait was read in READ_TIMEOUT.
+
+        before: how many waited then.
+        """
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < before:
+            self.read_timer = self.loop.call_later(READ_TIMEOUT, self.wait_for_reader, waiting)
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.header_timer is None and not self.in_request():
@@ -31,6 +59,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.stop_timer()
+        self.stop_read_timer()
         super().connection_lost(exc)
 
     def in_request(self) -> bool:
@@ -44,6 +73,23 @@ class TimedProtocol(H11Protocol):
         if self.header_timer is not None:
             self.header_timer.cancel()
             self.header_timer = None
+
+    def stop_read_timer(self) -> None:
+        if self.read_timer is not None:
+            self.read_timer.cancel()
+            self.read_timer = None
+
+
+def ask_whether_alive(connection: socket.socket) -> None:
+    """Let the kernel close a connection whose client has gone without closing it.
+
+    A request of such a client would be answered to its end.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
 
 
 def make_http_server(app: Starlette) -> uvicorn.Server:

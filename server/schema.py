@@ -254,7 +254,8 @@ class GenerationBody(StructuredFields, OtherServersFields):
         A temperature below MIN_TEMPERATURE means greedy. Raises ValueError for a logit_bias of a
         token that the vocabulary lacks.
         """
-        bias = {int(id): value for id, value in self.logit_bias.items() if id.isdecimal()}
+        given = self.logit_bias.items()
+        bias = {int(id): value for id, value in given if re.fullmatch("[0-9]{1,18}", id)}
         if len(bias) < len(self.logit_bias) or max(bias, default=0) >= vocab_size:
             raise ValueError(f"logit_bias: token ids must be from 0 to {vocab_size - 1}")
         return Sampling(

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ import cli.terminal
 from cli.answer_printer import AnswerPrinter
 from cli.chat import COMMANDS, Chat, greeting, read_requests, split_command
 from cli.clipboard import copy_text
+from cli.command import Terminated, suppress_ctrl_c
 from cli.conversation import (
     Conversation,
     is_conversation,
@@ -522,6 +525,33 @@ def send(child: pexpect.spawn, line: str) -> str:
     child.sendline(line)
     child.expect("\n> ")
     return child.before
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_ends_a_chat_that_waits_for_a_message(number, start):
+    """Ctrl-C drops the message alone."""
+    child = start()
+    child.sendintr()
+    child.expect("\n> ")
+    child.kill(number)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 128 + number and "Traceback" not in child.before
+
+
+def test_a_signal_ends_a_chat_that_captures_or_edits(monkeypatch):
+    for error in (Terminated(15), KeyboardInterrupt()):
+
+        def fail(prompt: str, error=error) -> str:
+            raise error
+
+        monkeypatch.setattr("builtins.input", fail)
+        monkeypatch.setattr(cli.terminal.sys.stdin, "isatty", lambda: True, raising=False)
+        is_signal = isinstance(error, Terminated)
+        with pytest.raises(Terminated) if is_signal else nullcontext():
+            assert edit_text("one line") is None
+        with pytest.raises(Terminated) if is_signal else nullcontext(), suppress_ctrl_c():
+            raise error
 
 
 def test_a_chat_in_a_terminal(start, folders, tmp_path):

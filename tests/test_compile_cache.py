@@ -210,3 +210,41 @@ def test_a_damaged_cache_is_reported_once(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "is not used: it is damaged" in lines[0]
     assert caplog.records[0].exc_info is None and lines[1] == "another matter"
+
+
+MOVE = """
+import torch
+from ops.launch import KernelError, launch
+from ops.step.rows import Move, _move
+from tests.launched_code import launched_code
+numbers = torch.zeros(2, 4, dtype=torch.int64)
+try:
+    print(*launched_code(lambda: launch(_move, (2,), numbers, 0, 1, 8, settings=Move(8, False))))
+except KernelError as error:
+    print(error)
+"""
+
+
+def test_damaged_files_of_a_kernel_are_named_with_the_fix(tmp_path):
+    """A power loss leaves empty files. A plain form, which is slower, replaces the kernel then."""
+    pytest.importorskip("triton", reason="ops/ needs triton")
+
+    def launch_it() -> str:
+        names = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", MOVE]
+        ran = subprocess.run(
+            command, cwd=ROOT, env=os.environ | names, capture_output=True, text=True, check=True
+        )
+        return ran.stdout
+
+    assert launch_it() == "_move\n" == launch_it()
+    found = []
+    for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.cubin")]:
+        whole = path.read_bytes()
+        path.write_bytes(b"") if path.suffix == ".json" else path.unlink()
+        found.append(launch_it())
+        path.write_bytes(whole)
+    fix = f": remove {tmp_path}, which may be damaged\n"
+    # Some versions of Triton compile again after some of these.
+    assert all(line == "_move\n" or line.endswith(fix) for line in found)
+    assert any(line.endswith(fix) for line in found)

@@ -126,10 +126,10 @@ def logits(directory, device: str, dtype: torch.dtype, tokens: torch.Tensor) -> 
 NEAR_TIES = {"gpt_oss": 3.0, "phimoe": 3.0, "qwen3_5_moe": 1.5, "nemotron_h": 1.5}
 NEAR_TIES |= {"qwen3_next": 1.5, "qwen4_exp": 1.5}
 # These flip in the fused kernels from the middle of the text on: a median of 0.065 for kolibri1
-# (H200), of plain modules 0.023 for it and 0.048 for gemma4 (CPU). So no median in bf16 is checked,
-# but the nearest tenth of the tokens is. In fp16 the kernels are within 0.006 of fp32 (Triton's
-# interpreter), except at a flip that plain modules have as well.
-FLIPPED = "gemma4", "kolibri1"
+# (H200), of plain modules 0.023 for it and 0.048 for gemma4 (CPU). So their medians in bf16 may be
+# twice as large. In fp16 the kernels are within 0.006 of fp32 (Triton's interpreter), except at a
+# flip that plain modules have as well.
+FLIPPED, FLIPPED_MEDIAN = ("gemma4", "kolibri1"), 0.13
 
 
 def largest_median(name: str, reference: torch.Tensor, tolerance: float = 4e-2) -> float:
@@ -603,7 +603,9 @@ def test_fused_decode_kernels_of_each_family(name, mode, dtype, make_family, tmp
     assert several.quantile(0.1).item() < 0.3
     if dtype == torch.float16:
         assert ours.median().item() < 1e-2 and several.median().item() < 1e-2
-    elif mode == "bf16" and name not in FLIPPED:
+    elif mode == "bf16" and name in FLIPPED:
+        assert ours.median().item() < FLIPPED_MEDIAN
+    elif mode == "bf16":
         assert ours.median().item() < largest_median(name, plain)
         assert name in NEAR_TIES or several.median().item() < 4e-2
 

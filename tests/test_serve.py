@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -821,6 +822,7 @@ def test_an_exception_within_a_stream_is_its_last_event(
         ({"logit_bias": {"5": 101}}, "logit_bias must be"),
         ({"logit_bias": {"4096": 1}}, "logit_bias: token ids must be from 0 to 4095"),
         ({"logit_bias": {"x": 1}}, "logit_bias: token ids must be"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias: token ids must be"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
         ({"echo": 1}, "echo 1: it must be true or false"),
         ({"stream": 1}, "stream 1: it must be true or false"),
@@ -997,6 +999,71 @@ def test_a_slow_body_gets_408(start, monkeypatch):
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def narrow(running, monkeypatch) -> socket.socket:
+    """Connect to a server that has little memory for what this client does not read."""
+    made = connections.TimedProtocol.connection_made
+
+    def with_little_memory(protocol, transport):
+        made(protocol, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+    monkeypatch.setattr(connections.TimedProtocol, "connection_made", with_little_memory)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
+    body = {"prompt": "x", "max_tokens": LENGTH - 8, "stream": True, "n": 8, "logprobs": 5}
+    body = json.dumps(body).encode()
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    return client
+
+
+def test_a_client_that_never_reads_loses_its_place(start, monkeypatch):
+    monkeypatch.setattr(connections, "READ_TIMEOUT", 0.5)
+    running = start(max_requests=1)
+    with narrow(running, monkeypatch) as client:
+        client.recv(10)
+        refused = running.post(json={"prompt": "x", "max_tokens": 1})
+        assert refused.status_code == 429  # it has the only place
+        end = time.monotonic() + 20
+        while running.post(json={"prompt": "x", "max_tokens": 1}).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        with suppress(ConnectionError):
+            while client.recv(1 << 16):  # what was sent, then the end
+                pass
+
+
+def test_a_client_that_reads_slowly_keeps_its_place(start, monkeypatch):
+    """Each timeout it has read some bytes."""
+    monkeypatch.setattr(connections, "READ_TIMEOUT", 0.5)
+    with narrow(start(), monkeypatch) as client:
+        found, end = b"", time.monotonic() + 2.5
+        while time.monotonic() < end:
+            found += client.recv(2000)
+            time.sleep(0.05)
+        while not found.endswith(b"\r\n0\r\n\r\n"):
+            found += client.recv(1 << 16)
+        assert b"data: [DONE]" in found
+
+
+def test_the_kernel_asks_whether_a_client_is_there(running, monkeypatch):
+    """A client that has gone without closing its connection would be answered to the end."""
+    asked = []
+    ask = connections.ask_whether_alive
+    monkeypatch.setattr(connections, "ask_whether_alive", lambda s: (ask(s), asked.append(s)))
+    with httpx.Client() as client:
+        assert client.get(f"{running.url}/health").status_code == 200
+        (connection,) = asked
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if sys.platform == "linux":
+            waits = connections.KEEPALIVE_COUNT * connections.KEEPALIVE_INTERVAL
+            assert waits + connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 def test_a_template_bomb_stops_nobody_else(directory, tmp_path):

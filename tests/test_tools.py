@@ -6,10 +6,11 @@ layouts of the families: the parsers and the rendering depend on the layouts alo
 
 import json
 import random
+import re
 
 import pytest
 
-from tool_calls.arguments import Schema, typed_value
+from tool_calls.arguments import Schema, find_pointer, typed_value
 from tool_calls.formats import (
     FORMATS,
     MARK,
@@ -672,3 +673,20 @@ def test_no_answer_raises_or_leaks_and_every_cut_gives_the_same():
 def test_a_repair_gives_json(text):
     for whole in (text, text * 3, f"{text} x {text}"):
         json.loads(Repair(whole).json())
+
+
+@pytest.mark.parametrize("digits", (400, 5000))
+@pytest.mark.parametrize(("format", "answer"), CASES)
+def test_whole_numbers_of_any_size_are_no_failure(format, answer, digits):
+    """From 309 digits on a number has no float, and above 4,300 Python reads none."""
+    number = "9" * digits
+    text, _, calls = parse(format, [re.sub(r"\b3\b", number, answer)])
+    assert text == "Let me see." and [name for name, _ in calls] == ["weather", "now"]
+    assert number in calls[0][1]
+
+
+def test_a_pointer_has_any_text():
+    schema = {"allOf": [{"type": "string"}, {}]}
+    assert find_pointer(schema, "#/allOf/0", None) == {"type": "string"}
+    for step in ("0" * 5000, "9" * 5000, "-1", "+0", "3", "\u0660"):
+        assert find_pointer(schema, f"#/allOf/{step}", None) is None

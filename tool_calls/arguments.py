@@ -132,7 +132,8 @@ def find_pointer(document: Any, reference: str, default: Any) -> Any:
         return default
     for step in unquote(reference[1:]).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(document, list) and step.isdecimal() and int(step) < len(document):
+        is_index = isinstance(document, list) and re.fullmatch("[0-9]{1,9}", step)
+        if is_index and int(step) < len(document):
             document = document[int(step)]
         elif isinstance(document, dict) and step in document:
             document = document[step]

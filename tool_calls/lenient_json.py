@@ -37,7 +37,9 @@ class Number(str):
 
     def value(self) -> int | float:
         """Return the number. Raises ValueError if JSON has none such."""
-        number = int(self) if re.fullmatch(r"[+-]?\d+", self) else float(self)
+        if re.fullmatch(r"[+-]?\d+", self):
+            return int(self)  # of 309 digits and more it has no float
+        number = float(self)
         if not math.isfinite(number):
             raise ValueError(f"{self:.40} is not finite")
         return number

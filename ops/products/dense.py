@@ -112,6 +112,35 @@ def _first_row(n, place, s: tl.constexpr):
     return tl.minimum((place[0] + n * place[1]) * s.rows, s.out - s.rows)
 
 
+@jit
+def _store_padding(residual, adds, y, row, tile, place, s: tl.constexpr):
+    """Store the residual, or zeros, as the result of a token that is padding."""
+    rows, stores = tile
+    result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
+    tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
+    for n in range(1, s.tiles):
+        at = _first_row(n, place, s) + rows
+        if residual is not None:
+            result = tl.load(residual + at, mask=stores, other=0.0)
+        tl.store(y + at, result.to(y.dtype.element_ty), mask=stores)
+
+
+@jit
+def _finish(total, factor, biases, added, s: tl.constexpr):
+    """Return a product with its rows' factors, bias, scale, activation and residual."""
+    if s.of_rows:
+        total *= factor
+    if biases is not None:
+        total += biases
+    if s.scale != 1.0:
+        total *= s.scale
+    if s.activation is not None:
+        total = activate(total, 1.0, s.activation)
+    if added is not None:
+        total += added.to(tl.float32)
+    return total
+
+
 # A program of `_multiply_sum`. place: as of `_first_row`.
 #
 # It computes TILES tiles of ROWS rows, as in `_multiply_each`, or one tile of several tokens, which
@@ -156,13 +185,7 @@ def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, 
             if token % s.queries > tl.load(choice.last + token // s.queries):  # padding
                 if PDL:
                     tl.extra.cuda.gdc_wait()
-                result = adds[0] if residual is not None else tl.zeros([32], tl.float32)
-                tl.store(y + row + rows, result.to(y.dtype.element_ty), mask=stores)
-                for n in range(1, TILES):
-                    at = _first_row(n, place, s) + rows
-                    if residual is not None:
-                        result = tl.load(residual + at, mask=stores, other=0.0)
-                    tl.store(y + at, result.to(y.dtype.element_ty), mask=stores)
+                _store_padding(residual, adds, y, row, (rows, stores), place, s)
                 return
     ahead = ()
     for d in tl.static_range(s.first_shared, s.depth):
@@ -182,10 +205,8 @@ def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, 
     for d in tl.static_range(s.held):
         besides = besides + (load_beside(x, factors, d, s),)
     # Loaded now, since in the end each program would wait a microsecond for it.
-    if s.of_rows:
-        factor = row_scale(weights, row + rows, s)
-    if bias is not None:
-        biases = _load_biases(bias, experts, factors, row + rows, s)
+    factor = row_scale(weights, row + rows, s) if s.of_rows else None
+    biases = None if bias is None else _load_biases(bias, experts, factors, row + rows, s)
     if PDL:
         if AHEAD and not POLLED and not s.early:
             tl.extra.cuda.gdc_wait()
@@ -212,16 +233,8 @@ def _multiply_rows(x, choice, residual, weights, bias, y, zero, send, place, s, 
                 total = sum_normed(totals[t], squares if TILES > 1 else found[t], s)
             else:
                 total = sum_shared(totals[t], s)
-            if s.of_rows:
-                total *= factor
-            if bias is not None:
-                total += biases
-            if s.scale != 1.0:
-                total *= s.scale
-            if s.activation is not None:
-                total = activate(total, 1.0, s.activation)
-            if residual is not None:
-                total += adds[t].to(tl.float32)
+            added = adds[t] if residual is not None else None
+            total = _finish(total, factor, biases, added, s)
             if PDL and s.early and t == 0:
                 tl.extra.cuda.gdc_wait()
             if send is not None:
