@@ -42,6 +42,7 @@ def server(options: str) -> Iterator[tuple[str, int]]:
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr:
+            print(line, end="", file=sys.stderr)
             if found := re.search(r"on (http://\S+)/v1", line):
                 yield found[1], process.pid
                 return

@@ -4,6 +4,7 @@ A step that needs host work in between is captured as several graphs, split at `
 Host work must not reallocate tensors: graphs read and write the addresses seen at capture.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext, suppress
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 MAX_GRAPHS = 64  # captured calls that a GraphCache remembers
+
+log = logging.getLogger("moe_fast")
 
 
 class CapturedStep:
@@ -68,6 +71,11 @@ def run_on_host(work: Callable[[], None]) -> None:
         work()
     else:
         CapturedStep.current.split(work)
+
+
+def warn_of_capture(what: str, error: RuntimeError) -> None:
+    """Log that no more of these are captured ahead, with the first line of the error."""
+    log.warning("no more %s are captured: %s", what, f"{error}\n".splitlines()[0])
 
 
 class GraphCache:

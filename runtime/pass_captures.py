@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from runtime.graphs import warn_of_capture
 from runtime.sampling import MAX_CANDIDATES
 from runtime.session import Session
 
@@ -68,7 +69,7 @@ class PassCaptures:
             self.warm_up(*self.left.popleft())
         except RuntimeError as error:
             self.left.clear()
-            log.warning("no more passes with drafts are captured: %s", f"{error}\n".splitlines()[0])
+            warn_of_capture("passes with drafts", error)
         if not self.left:
             log.info(f"{len(self.captured)} passes with drafts are captured")
         return bool(self.left)

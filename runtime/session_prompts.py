@@ -3,7 +3,6 @@
 A prompt's prefix that a row has in its cache is not recomputed.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +17,7 @@ from ops.plain.attention import SHORT_CACHE
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner
-from runtime.graphs import GraphCache
+from runtime.graphs import GraphCache, warn_of_capture
 from runtime.logit_edits import set_edits
 from runtime.runner import InterruptedRunner
 from runtime.sampling import Sampling
@@ -39,8 +38,6 @@ MAX_SHORT_CHUNKS = 2
 # Over a long cache, more queries of a sequence take another attention kernel, which was not
 # measured: chunks are no longer than this.
 LONG_CACHE_CHUNK = 8
-
-log = logging.getLogger("moe_fast")
 
 
 def short_chunk_sizes(
@@ -234,10 +231,11 @@ class Prompts(DecodeSteps):
             if short:
                 logits, *routing = self.run_short_chunk(part, len(part) - 1, start)
             else:
+                Q, anywhere = self.padded(row, len(part), start)
+                end = start + Q
                 # Padding is overwritten before it is read.
-                padded = [*part, *[0] * self.padding(row, len(part), start)]
-                end = start + (Q := len(padded))
-                places = range(start, end) if self.runs_anywhere(row, Q, start) else ()
+                padded = [*part, *[0] * (Q - len(part))]
+                places = range(start, end) if anywhere else ()
                 numbers = integers([row, 0, len(part) - 1, 0, *padded, *places])
                 logits, *routing = self.run_chunk(numbers, Q, end)
             start += len(part)
@@ -269,15 +267,20 @@ class Prompts(DecodeSteps):
         is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
         return is_later and self.prefill_runner.takes_positions(tokens, end)
 
-    def padding(self, row: int, tokens: int, start: int) -> int:
-        """Return how much padding a chunk of a prompt gets, so that few lengths are different."""
+    def padded(self, row: int, tokens: int, start: int) -> tuple[int, bool]:
+        """Return how many tokens a chunk has with padding, so that few lengths are different.
+
+        Also return whether it runs anywhere.
+        """
         if not self.pads:
-            return 0
+            return tokens, False
         size = smallest_chunk(ANYWHERE_CHUNKS, tokens)
         if tokens <= size and self.runs_anywhere(row, size, start):
-            return size - tokens
+            return size, True
         short = tokens <= PADDING_MULTIPLE and not self.options.compile_prefill
-        return -tokens % (SHORT_MULTIPLE if short else PADDING_MULTIPLE)
+        multiple = SHORT_MULTIPLE if short else PADDING_MULTIPLE
+        Q = -(-tokens // multiple) * multiple
+        return Q, size != Q and self.runs_anywhere(row, Q, start)
 
     def run_chunk(self, numbers: Tensor, Q: int, end: int) -> tuple[Tensor, ...]:
         """`run_model` on one chunk of Q tokens that ends before `end`, captured if it repeats.
@@ -355,7 +358,7 @@ def capture_next(session: Prompts) -> bool:
         session.reset(0)
     except RuntimeError as error:
         session.left.clear()
-        log.warning("no more prompts are captured: %s", f"{error}\n".splitlines()[0])
+        warn_of_capture("prompts", error)
     return bool(session.left)
 
 

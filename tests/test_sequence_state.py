@@ -155,7 +155,7 @@ def test_decoding_keeps_the_state(kind):
 def test_padding_of_a_prompt_is_not_taken_in(kind, no_compiler):
     ids = prompt(11)
     session = open_session(kind, compile_prefill=True)
-    assert session.padding(0, len(ids), 0) == 53
+    assert session.padded(0, len(ids), 0) == (64, False)
     assert list(session.stream(ids, 12, GREEDY)) == fresh_answer(kind, ids, 12)
 
 

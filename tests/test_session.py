@@ -890,15 +890,35 @@ def test_short_prompts_compiled(model):
 
 def test_short_captured_prompts_get_little_padding(model, monkeypatch):
     """Padding chooses experts, too. Compiled prompts take more, so that all take one branch."""
+
+    def padding(tokens: int, start: int = 0) -> int:
+        return session.padded(0, tokens, start)[0] - tokens
+
     session = open_session(model, 128)
-    assert [session.padding(0, tokens, 0) for tokens in (1, 5, 100)] == [0, 0, 0]
+    assert [padding(tokens) for tokens in (1, 5, 100)] == [0, 0, 0]
     session.pads = True  # as on a GPU
-    found = [session.padding(0, tokens, 0) for tokens in (1, 5, 8, 60, 65, 128)]
+    found = [padding(tokens) for tokens in (1, 5, 8, 60, 65, 128)]
     assert found == [7, 3, 0, 4, 63, 0]
     session = open_session(model, 128, compile_prefill=True)
-    assert [session.padding(0, tokens, 0) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
+    assert [padding(tokens) for tokens in (1, 5, 64, 65)] == [63, 59, 0, 63]
     session = open_session(model, 256)
     as_if_captured(session)
     # A chunk gets a size that has a graph. No padding goes behind the cache: it would wrap around.
     starts = 1, session.cache_len - 256, session.cache_len - 255
-    assert [session.padding(0, 130, start) for start in starts] == [126, 126, 62]
+    assert [padding(130, start) for start in starts] == [126, 126, 62]
+
+
+def test_whether_a_chunk_runs_anywhere_is_asked_once(model, monkeypatch):
+    """It looks at all layers, before a launch."""
+    session, asked, sent = open_session(model, 512), [], []
+    as_if_captured(session)
+
+    def run_chunk(numbers: Tensor, Q: int, end: int) -> tuple[Tensor]:
+        sent.append(numbers.tolist())
+        return (torch.zeros(1),)
+
+    monkeypatch.setattr(session, "runs_anywhere", lambda *chunk: asked.append(chunk) or True)
+    monkeypatch.setattr(session, "run_chunk", run_chunk)
+    next(session.prefill(0, [1] * 130, 3))
+    assert asked == [(0, 256, 3)]
+    assert [numbers[4 + 256 :] for numbers in sent] == [[*range(3, 3 + 256)]]

@@ -39,11 +39,11 @@ from ops.attention.delta_state import (
     key_channels,
     load_past,
     load_taps,
+    memory_of_layer,
     memory_row,
     norm_head,
     read_and_update,
     softplus,
-    state_of_layer,
     sum_past,
     tile_places,
     with_even_rows,
@@ -268,22 +268,13 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
         tl.store(arrivals, 0)
 
 
-# Grid [H, B, L]: `_update_heads` without tokens, in all layers. offsets: `layer_offsets` of state,
-# pending tokens, weights and arrivals, of which the arguments are the first layer's.
+# Grid [H, B, L]: `_update_heads` without tokens, in all layers. memory, arrivals, offsets: as of
+# `memory_of_layer`.
 @jit
 def _settle_heads(memory, arrivals, offsets, s: tl.constexpr):
-    offsets += tl.program_id(2) * 9
-    state, inputs, gates, first = state_of_layer(memory, offsets)
-    pending = Pending(inputs, gates, first, memory.pending.row)
-    weights, offsets = memory.weights, offsets + 4
-    weights = DeltaWeights(
-        weights.conv + tl.load(offsets),
-        weights.a_log + tl.load(offsets + 1),
-        weights.dt_bias + tl.load(offsets + 2),
-        weights.norm + tl.load(offsets + 3),
-    )
-    arrivals += tl.load(offsets + 4)
-    memory = Memory(state, pending, weights, memory.positions, memory.last)
+    own, weights, arrivals = memory_of_layer(memory, arrivals, offsets)
+    pending = Pending(own[1], own[2], own[3], memory.pending.row)
+    memory = Memory(own[0], pending, DeltaWeights(*weights), memory.positions, memory.last)
     _update_heads(None, None, memory, arrivals, None, 1, s, False)
 
 

@@ -222,14 +222,23 @@ def norm_head(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def state_of_layer(memory, offsets):
-    """Return another layer's state, inputs, gates and `first`, whose offsets are there."""
-    pending = memory.pending
+def memory_of_layer(memory, arrivals, offsets):
+    """Return a layer's tensors: the state, inputs, gates and `first`; the weights; arrivals.
+
+    The program names the layer. memory, arrivals: the first layer's. offsets: `layer_offsets` of
+    all that is returned, in order.
+    """
+    WEIGHTS: tl.constexpr = len(memory.weights)
+    pending, weights = memory.pending, ()
+    offsets += tl.program_id(2) * (WEIGHTS + 5)
     # Whole allocations of PyTorch: they are further apart than what a thread loads at once.
     state = memory.state + tl.multiple_of(tl.load(offsets), 16)
     inputs = pending.inputs + tl.multiple_of(tl.load(offsets + 1), 16)
     gates, first = pending.gates + tl.load(offsets + 2), pending.first + tl.load(offsets + 3)
-    return state, inputs, gates, first
+    for n in tl.static_range(WEIGHTS):
+        weights = weights + (memory.weights[n] + tl.load(offsets + 4 + n),)
+    arrivals += tl.load(offsets + 4 + WEIGHTS)
+    return (state, inputs, gates, first), weights, arrivals
 
 
 @jit

@@ -29,9 +29,9 @@ from ops.attention.delta_state import (
     keep_inputs,
     load_past,
     load_taps,
+    memory_of_layer,
     memory_row,
     softplus,
-    state_of_layer,
     sum_past,
     with_even_rows,
 )
@@ -231,19 +231,9 @@ def _update_heads_of_groups(
 # `ops.attention.delta._settle_heads`.
 @jit
 def _settle_groups(memory, arrivals, offsets, s: tl.constexpr):
-    offsets += tl.program_id(2) * 10
-    state, inputs, gates, first = state_of_layer(memory, offsets)
-    pending = Pending(inputs, gates, first, memory.pending.row)
-    weights, offsets = memory.weights, offsets + 4
-    weights = MambaWeights(
-        weights.conv + tl.load(offsets),
-        weights.conv_bias + tl.load(offsets + 1),
-        weights.a_log + tl.load(offsets + 2),
-        weights.dt_bias + tl.load(offsets + 3),
-        weights.skip + tl.load(offsets + 4),
-    )
-    arrivals += tl.load(offsets + 5)
-    memory = Memory(state, pending, weights, memory.positions, memory.last)
+    own, weights, arrivals = memory_of_layer(memory, arrivals, offsets)
+    pending = Pending(own[1], own[2], own[3], memory.pending.row)
+    memory = Memory(own[0], pending, MambaWeights(*weights), memory.positions, memory.last)
     _update_heads_of_groups(None, None, memory, arrivals, None, 0, s, False)
 
 
