@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ops.gpu import gpu_of, pretended
 
@@ -123,9 +124,14 @@ class Kernel(triton.JITFunction if triton else object):
 
 
 def without_memory(arg):
-    """Return what Triton compiles an argument by: of a tensor its type alone."""
+    """Return what Triton compiles an argument by: of a tensor its type alone, of an integer its
+    size in bits, and whether it is 1 or divisible by 16.
+    """
     if isinstance(arg, Tensor):
         return MockTensor(arg.dtype)
+    if type(arg) is int and arg != 1:
+        few_bits = -(2**31) <= arg < 2**31
+        return (0 if few_bits else 2**40) + (16 if arg % 16 == 0 else 17)
     if isinstance(arg, tuple):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
@@ -162,12 +168,23 @@ def compile_only() -> Iterator[list[tuple]]:
         check_needs(*launch)
 
 
+class ZeroMemory(TorchFunctionMode):
+    """Within, memory that PyTorch allocates is zero: a library's product may read it as indices."""
+
+    ALLOCATE = torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found.zero_() if function in self.ALLOCATE else found
+
+
 @contextmanager
 def collect_only() -> Iterator[list[tuple]]:
     """Within, launches are noted, and do not run: kernel, and both arguments of `compile_for`."""
     before, Kernel.collected = Kernel.collected, []
     try:
-        yield Kernel.collected
+        with ZeroMemory():
+            yield Kernel.collected
     finally:
         Kernel.collected = before
 
