@@ -101,7 +101,7 @@ class Kernel(triton.JITFunction if triton else object):
 
     def run(self, *args, grid, warmup, **options):
         if Kernel.collected is not None and not warmup:
-            Kernel.collected.append((self, tuple(map(without_memory, args)), options))
+            Kernel.collected.append((self, self.without_memory(args), options))
             return None
         if Kernel.recorded is not None and not warmup:
             found = self.compile_for(*args, **options)
@@ -120,18 +120,23 @@ class Kernel(triton.JITFunction if triton else object):
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
-        return self.warmup(*map(without_memory, args), grid=(1,), **options)
+        return self.warmup(*self.without_memory(args), grid=(1,), **options)
+
+    def without_memory(self, args: Sequence) -> tuple:
+        """Return what Triton compiles these arguments by: equal for all that run the same code."""
+        specialized = (not p.do_not_specialize for p in self.params)
+        return tuple(map(without_memory, args, specialized))
 
 
-def without_memory(arg):
+def without_memory(arg, specialized: bool = True):
     """Return what Triton compiles an argument by: of a tensor its type alone, of an integer its
-    size in bits, and whether it is 1 or divisible by 16.
+    size in bits and, if it is specialized, whether it is 1 or divisible by 16.
     """
     if isinstance(arg, Tensor):
         return MockTensor(arg.dtype)
-    if type(arg) is int and arg != 1:
+    if type(arg) is int and not (specialized and arg == 1):
         few_bits = -(2**31) <= arg < 2**31
-        return (0 if few_bits else 2**40) + (16 if arg % 16 == 0 else 17)
+        return (0 if few_bits else 2**40) + (16 if specialized and arg % 16 == 0 else 17)
     if isinstance(arg, tuple):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
