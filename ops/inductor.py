@@ -105,6 +105,10 @@ class CacheWarnings(logging.Filter):
 CACHE_WARNINGS = CacheWarnings()
 
 
+# Options of torch.compile for code that few answers run: its kernels are not measured.
+UNTUNED = {"coordinate_descent_tuning": False, "max_autotune_pointwise": False}
+
+
 def compiled(function: Callable, **options) -> Callable:
     """Return `torch.compile(function, fullgraph=True)`, made when it is first called.
 
@@ -123,7 +127,7 @@ def compiled(function: Callable, **options) -> Callable:
             return made()(*arguments, **named)
         import torch._inductor.config as inductor
 
-        with inductor.patch(coordinate_descent_tuning=False, max_autotune_pointwise=False):
+        with inductor.patch(UNTUNED):
             return made()(*arguments, **named)
 
     return call

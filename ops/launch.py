@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ops.gpu import found, gpu_of, pretended
 
@@ -108,7 +109,7 @@ class Kernel(triton.JITFunction if triton else object):
 
     def run(self, *args, grid, warmup, **options):
         if Kernel.collected is not None and not warmup:
-            Kernel.collected.append((self, tuple(map(without_memory, args)), options))
+            Kernel.collected.append((self, self.without_memory(args), options))
             return None
         if Kernel.recorded is not None and not warmup:
             found = self.compile_for(*args, **options)
@@ -155,13 +156,23 @@ class Kernel(triton.JITFunction if triton else object):
 
     def compile_for(self, *args, **options):
         """Compile for these arguments, unless that was done. Tensors may have no memory."""
-        return self.warmup(*map(without_memory, args), grid=(1,), **options)
+        return self.warmup(*self.without_memory(args), grid=(1,), **options)
+
+    def without_memory(self, args: Sequence) -> tuple:
+        """Return what Triton compiles these arguments by: equal for all that run the same code."""
+        specialized = (not p.do_not_specialize for p in self.params)
+        return tuple(map(without_memory, args, specialized))
 
 
-def without_memory(arg):
-    """Return what Triton compiles an argument by: of a tensor its type alone."""
+def without_memory(arg, specialized: bool = True):
+    """Return what Triton compiles an argument by: of a tensor its type alone, of an integer its
+    size in bits and, if it is specialized, whether it is 1 or divisible by 16.
+    """
     if isinstance(arg, Tensor):
         return MockTensor(arg.dtype)
+    if type(arg) is int and not (specialized and arg == 1):
+        few_bits = -(2**31) <= arg < 2**31
+        return (0 if few_bits else 2**40) + (16 if specialized and arg % 16 == 0 else 17)
     if isinstance(arg, tuple):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
@@ -207,12 +218,23 @@ def compile_only() -> Iterator[list[tuple]]:
         check_needs(*launch)
 
 
+class ZeroMemory(TorchFunctionMode):
+    """Within, memory that PyTorch allocates is zero: a library's product may read it as indices."""
+
+    ALLOCATE = torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found.zero_() if function in self.ALLOCATE else found
+
+
 @contextmanager
 def collect_only() -> Iterator[list[tuple]]:
     """Within, launches are noted, and do not run: kernel, and both arguments of `compile_for`."""
     before, Kernel.collected = Kernel.collected, []
     try:
-        yield Kernel.collected
+        with ZeroMemory():
+            yield Kernel.collected
     finally:
         Kernel.collected = before
 

@@ -18,7 +18,7 @@ import torch
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
-from runtime.session_prompts import capture_next, common_prefix
+from runtime.session_prompts import PREPARED_CHUNKS, capture_next, common_prefix
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -28,10 +28,9 @@ SHARED_CHUNK, STEP_EVERY = 1024, 4
 # The longest prompt, in tokens, that runs in decode steps, one token a step: they are compiled,
 # other sequences decode meanwhile, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
-# Chunks of prompts that `prepare` runs on a GPU, tokens: kernels of other tiles compile for each.
-PREPARED_CHUNKS = 64, 128, 256, 512, 1024, 2048
-# Greedy, among the likeliest tokens, among all: each is another step (`Sampling.candidates`).
-WAYS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=None)
+# Greedy, and among the likeliest tokens: each is another step (`Sampling.candidates`). A step that
+# chooses among all tokens is made when a sequence needs it: Inductor compiles it, for each size.
+WAYS = Sampling(0.0), Sampling(1.0)
 
 
 def step_sizes(max_batch: int) -> list[int]:
@@ -111,7 +110,7 @@ class Batch:
     def prepare(self) -> None:
         """Do what takes long once: compile and capture all steps, import and compile for prompts.
 
-        Steps are those of each size, way of sampling, watched, edited.
+        Steps are those of each size, of WAYS, watched, edited.
         """
         session = self.session
         self.prepare_prompts()

@@ -24,7 +24,7 @@ from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
-from runtime.fused_prompt import PromptRunner
+from runtime.fused_prompt import PromptRunner, state_of_its_own
 from runtime.layer_kinds import kinds_of
 from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
@@ -117,11 +117,8 @@ def launch_core(
     It writes a state, which is one of its own here. Other layers have none in their `core`.
     """
     if hasattr(attention, "make_state"):
-        kept, attention.state = attention.state, attention.make_state(len(projected), projected)
-        try:
+        with state_of_its_own(attention, len(projected), projected):
             run_core(attention, projected, context)
-        finally:
-            attention.state = kept
     return layer.attention.empty_heads(attention, projected, context)
 
 
@@ -193,6 +190,12 @@ class FusedRunner(CompiledRunner):
         """The kind of each layer by its id: layers of a kind launch the same kernels."""
         return dict(zip(map(id, self.layers.values()), kinds_of(self.layers.values()), strict=True))
 
+    @property
+    def one_of_each_kind(self) -> list[Block]:
+        """A block of each kind among the fused ones."""
+        blocks = [block for block in self.model.layers if id(block) in self.layers]
+        return [*{self.kinds[id(self.layers[id(block)])]: block for block in blocks}.values()]
+
     def launch_all(
         self, rows: int, queries: int, reach: int | None = None, all_positions: bool = False
     ) -> None:
@@ -207,7 +210,8 @@ class FusedRunner(CompiledRunner):
         x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
         rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
         context = Context(rope, positions=tokens, last=tokens[:, 0])
-        for layer in {self.kinds[id(layer)]: layer for layer in self.layers.values()}.values():
+        for block in self.one_of_each_kind:
+            layer = self.layers[id(block)]
             if layer.experts.takes_tokens(T):
                 layer.forward(x, context, partial(launch_core, layer), reach)
         count = T if all_positions else rows

@@ -5,6 +5,8 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -36,6 +38,19 @@ FEWEST = 32  # tokens of a chunk that kernels take; fewer run eagerly
 # Most tokens and most positions of a chunk that is run by its positions. For more tokens the GPU
 # takes longer than the host for the launches; for more positions SDPA is faster.
 MOST_TOKENS, MOST_POSITIONS = 1024, 8192
+
+
+@contextmanager
+def state_of_its_own(attention: nn.Module, rows: int, like: Tensor) -> Iterator[None]:
+    """Within, a recurrent layer has a new state of these rows. Other layers have none."""
+    if not hasattr(attention, "make_state"):
+        yield
+        return
+    kept, attention.state = attention.state, attention.make_state(rows, like)
+    try:
+        yield
+    finally:
+        attention.state = kept
 
 
 class ExpertRows:
@@ -297,6 +312,19 @@ class PromptRunner(EagerRunner):
             return super().begin(model, tokens, span)
         x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
         return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
+
+    def launch_chunk(self, blocks: Iterable[Block], tokens: int, span: Tensor | Chunk) -> None:
+        """Launch the kernels of these blocks for a chunk, and the head's: for `collect_only`.
+
+        span: as of `begin`; its row is the first one.
+        """
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.model.norm.weight.device)
+        x, normed, context = self.begin(self.model, ids, span)
+        context = context._replace(last=ids[0, :1])
+        for block in blocks:
+            with state_of_its_own(block.attention, 1, x):
+                self.block(block, x, normed, context, self.model.norm)
+        self.logits(self.model, normed, context.last)
 
     def with_masks(self, context: Context) -> Context:
         """Return the context of a chunk for a block that kernels do not compute."""

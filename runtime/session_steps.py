@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, MoE, Runner, Transformer
-from ops.inductor import compiled, without_tuning
+from ops.inductor import UNTUNED, compiled, without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from ops.plain.pending import MAX_TENTATIVE
@@ -105,7 +105,7 @@ class DecodeSteps(SessionRows):
         self.joins_greedy = self.runner.chooses_by_kernels and options.sample_rule is sample
         self.edit_step = edit_logits
         if options.compile:
-            self.edit_step = compiled(edit_logits, dynamic=False)
+            self.edit_step = compiled(edit_logits, dynamic=False, options=UNTUNED)
 
     @property
     def captures_fast(self) -> bool:

@@ -9,8 +9,8 @@ background: how many, whether they were there at once, and at the end.
 
     python tests/compile_ahead_without_gpu.py late CASE LAYERS ...
 
-Prints JSON: by case, the kernels of a first token, of short prompts and of passes with drafts, of
-the first LAYERS layers, that are not compiled ahead, and the functions that Inductor compiles.
+Prints JSON: by case, the kernels of a first token, of prompts and of passes with drafts, of the
+first LAYERS layers, that are not compiled ahead, and the functions that Inductor compiles.
 """
 
 import json
@@ -19,21 +19,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
+from model import Chunk
 from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
 from ops.step import draft_check
 from runtime.compile_ahead import compile_ahead, compile_later
 from runtime.fused_decode import FusedRunner, launch_pass
+from runtime.fused_prompt import PromptRunner
+from runtime.session_prompts import ANYWHERE_CHUNKS, Prompts, smallest_chunk
 from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
 
 PASSES = (1, 4), (2, 3)  # rows and drafts of each
+LENGTH = 1152  # of the cache, in positions
+CHUNKS = 40, 128, 448, 1024  # of prompts, tokens
+BEGINS = 0, 77  # their first positions
 
 
 def files() -> int:
@@ -47,25 +56,49 @@ def fake_runner(case: str, layers: int) -> Iterator[FusedRunner]:
     model = make_model(case, layers)
     with FakeTensorMode(), torch.no_grad(), operators_launch():
         move_to_fake_gpu(model)
-        set_up(model, 640, "plain")
+        set_up(model, LENGTH, "plain")
         yield FusedRunner(model)
 
 
 def ahead_of(runner: FusedRunner) -> list[str]:
-    """Return the launches of one token, of several sequences, and of short prompts."""
+    """Return the launches of one token, of several sequences, and of prompts."""
+    prompts = runner.prompt_runner()
+    options = SimpleNamespace(prompt_lengths=None)
+    session = SimpleNamespace(options=options, prefill_chunk=2048, cache_len=LENGTH)
+    session.device, session.rows = ids(1).device, ids(1)
+    session.padded = lambda row, tokens, begin: padded(prompts, tokens, begin)
+    session.expected_prompts = partial(Prompts.expected_prompts, session)
 
     def launch() -> None:
-        for reach in runner.reaches(1, 640):
+        for reach in runner.reaches(1, LENGTH):
             runner.launch_all(1, 1, reach)
         runner.launch_all(4, 1)
         for size in runner.short_chunks:
             runner.launch_all(1, size)
+        Prompts.launch_chunks(session, prompts, runner.one_of_each_kind)
         for rows, count in PASSES:
             state, result = pass_state(runner.model, rows), ids(16)
-            for reach in runner.reaches(count + 1, 640):
+            for reach in runner.reaches(count + 1, LENGTH):
                 launch_pass(runner, state, ids(rows, count), None, result, reach)
 
     return collect(launch)
+
+
+def padded(prompts: PromptRunner, tokens: int, begin: int) -> tuple[int, bool]:
+    """As of `Prompts`, for a turn that is not the first."""
+    size = smallest_chunk(ANYWHERE_CHUNKS, tokens)
+    return size, size >= tokens and prompts.takes_positions(size, begin + size)
+
+
+def run_prompts(prompts: PromptRunner) -> None:
+    """Run chunks of many sizes, from many positions on, as chunks and at positions."""
+    for tokens in CHUNKS:
+        for begin in BEGINS:
+            spans: list[Chunk | Tensor] = [Chunk(ids(1), begin + tokens)]
+            if tokens in ANYWHERE_CHUNKS and prompts.takes_positions(tokens, begin + tokens):
+                spans.append(ids(1, tokens))
+            for span in spans if begin + tokens <= LENGTH else ():
+                prompts.model(ids(1, tokens), span, ids(1), runner=prompts)
 
 
 def session_tasks(case: str, layers: int = 1) -> list[str]:
@@ -88,17 +121,18 @@ def late(case: str, layers: int) -> list[str]:
 
         def run() -> None:
             for shape in ((1, 1), (4, 1), *((1, size) for size in runner.short_chunks)):
-                reaches = runner.reaches(1, 640) if shape == (1, 1) else [None]
+                reaches = runner.reaches(1, LENGTH) if shape == (1, 1) else [None]
                 for runner.reach in reaches:
                     runner.model(ids(*shape), ids(*shape), ids(shape[0]), runner=runner)
             for rows, count in PASSES:
                 state = pass_state(runner.model, rows)
-                reaches = runner.reaches(count + 1, 640)
+                reaches = runner.reaches(count + 1, LENGTH)
                 for runner.reach in reaches:
                     given = draft_check.begin_pass(state, ids(rows, count))
                     logits = runner.model(*given, all_positions=True, runner=runner)
                     check = logits.float(), given[0], given[2], None, ids(16), ACCEPT_STREAM
                     draft_check.verify_pass(state, *check)
+            run_prompts(runner.prompt_runner())
 
         tasks = [task for task in collect(run) if task not in known]
     return [*found, *(kernel_of(task).__name__ for task in tasks)]

@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chat_template import ChatTemplate
 from generate import generate, load_model
 from model import Transformer
+from runtime.batch import WAYS
 from runtime.sampling import Sampling
 from runtime.session import Session
 from scripts.capture_page import Browser, wait_until
@@ -1175,6 +1176,18 @@ def test_the_api_key_is_checked(start):
     with pytest.raises(openai.AuthenticationError):
         running.client.with_options(api_key="wrong").completions.create(model="any", prompt="x")
     assert httpx.get(running.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("temperature", (0, 1))
+@pytest.mark.parametrize("top_k", (-1, 0, 1, 256))
+def test_a_start_prepares_the_steps_of_all_requests(temperature, top_k):
+    """Sampling among all tokens would be another step, which Inductor compiles for a minute."""
+    prepared = {sampling.candidates(1000) for sampling in WAYS}
+    body = CompletionBody(prompt="a", temperature=temperature, top_k=top_k)
+    message = {"role": "user", "content": "a"}
+    chat = MessagesBody(messages=[message], max_tokens=1, temperature=temperature, top_k=top_k)
+    for request in (body, chat.request_body()):
+        assert request.sampling(1000).candidates(1000) in prepared
 
 
 JUNK = st.recursive(

@@ -89,7 +89,7 @@ def _prepare(x, norm, rms, rotation, number, COUNT: tl.constexpr, s: tl.constexp
 
 
 # Grid [T]: a program prepares the heads of one token.
-@jit
+@jit(do_not_specialize=("begin",))  # a later turn begins anywhere: one compiled code for all
 def prepare_heads(qkv, rope, weights, q, places, begin, s: tl.constexpr):
     a: tl.constexpr = s.layer
     C: tl.constexpr = a.head_dim
@@ -200,7 +200,7 @@ def _attend_keys(state, q, kv, row, first, begin, end, MASKED: tl.constexpr, s: 
 
 
 # Grid [Q / M, H]: the last queries, which see most keys, are first.
-@jit
+@jit(do_not_specialize=("Q", "S"))  # as above
 def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.constexpr):
     M: tl.constexpr = s.queries
     none = 0  # keys before those that there are
