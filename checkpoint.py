@@ -14,11 +14,6 @@ This module does not interpret `args` and `format`: it returns them as they were
     python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import json
 import math
 import os

@@ -3,11 +3,6 @@
 models/converter.py does the work.
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import sys
 import time
 

@@ -7,11 +7,6 @@
 formats/quantizer.py does the work.
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import argparse
 import shlex
 import sys

@@ -7,11 +7,6 @@ a dropped connection. After an interruption, run the command again: it keeps com
 a model of the Hub, `generate.py --model OWNER/NAME` is enough; hub/client.py does the work.
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import shlex
 import sys
 

@@ -7,11 +7,6 @@ kernel starts while the previous one ends, loads what that does not write, and w
 kernel of the next layer ends the picture.
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import json
 import math
 import re

@@ -11,11 +11,6 @@ tokenizer, heldout.txt (text excluded from training) and a README.md with the me
 Shapes: B sequences, S positions, V vocabulary, L layers, E experts, A active experts.
 """
 
-from cli.command import end_at_ctrl_c
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
 import argparse
 import copy
 import importlib

@@ -119,7 +119,7 @@ def test_a_missing_package_is_found_before_torch_is_imported(line, package, mess
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    (("generate.py", "torch"), *((script, "cli.parser") for script in COMMANDS)),
+    (("generate.py", "torch"), ("generate.py", "cli.chat"), ("serve.py", "cli.serve_options")),
 )
 def test_ctrl_c_during_the_imports_is_one_line(script, name):
     """A module that takes long to import stands in for the real one."""
