@@ -113,6 +113,8 @@ class Batch:
         Steps are those of each size, of WAYS, watched, edited.
         """
         session = self.session
+        if session.compiled:  # first, since kernels of steps and prompts compile side by side
+            session.warm_up(session.candidates(WAYS[0]), self.sizes[0])
         self.prepare_prompts()
         if session.batch > 1:  # compiles what moves rows; there is nothing to move
             session.swap_rows(0, 1)
