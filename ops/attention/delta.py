@@ -232,8 +232,9 @@ def _read_together(
 # after another call of one token.
 #
 # One token is taken in at once, and the state is stored. Several tokens become the pending ones:
-# the state after them is not stored. A token is loaded while the one before it is taken in. qkv
-# None: there are no tokens, and none are pending afterwards.
+# the state after them is not stored. If they are neither read at once nor a chunk, a token is
+# loaded while the one before it is taken in. qkv None: there are no tokens, and none are pending
+# afterwards.
 #
 # Triton loads a tile with fewer numbers than threads once more in each layout that it is used in.
 # For q and k that would be 16 loads a thread for each tap (120 spills on sm_90). Hence they are one
