@@ -910,7 +910,7 @@ def test_short_captured_prompts_get_little_padding(model, monkeypatch):
 
 def test_whether_a_chunk_runs_anywhere_is_asked_once(model, monkeypatch):
     """It looks at all layers, before a launch."""
-    session, asked, sent = open_session(model, 512), [], []
+    session, asked, sent = open_session(model, 256), [], []
     as_if_captured(session)
 
     def run_chunk(numbers: Tensor, Q: int, end: int) -> tuple[Tensor]:
@@ -919,6 +919,6 @@ def test_whether_a_chunk_runs_anywhere_is_asked_once(model, monkeypatch):
 
     monkeypatch.setattr(session, "runs_anywhere", lambda *chunk: asked.append(chunk) or True)
     monkeypatch.setattr(session, "run_chunk", run_chunk)
-    next(session.prefill(0, [1] * 130, 3))
-    assert asked == [(0, 256, 3)]
-    assert [numbers[4 + 256 :] for numbers in sent] == [[*range(3, 3 + 256)]]
+    next(session.prefill(0, [1] * 100, 3))
+    assert asked == [(0, 128, 3)]
+    assert [numbers[4 + 128 :] for numbers in sent] == [[*range(3, 3 + 128)]]
