@@ -123,7 +123,8 @@ class Kernel(triton.JITFunction if triton else object):
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
-            raise KernelError(self.__name__, first_line(error)) from error
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise KernelError(self.__name__, first) from error
 
     def remember(self, key: tuple, code, count: int) -> None:
         """Keep compiled code for `launch_again`. count: of arguments before the settings.
@@ -177,15 +178,6 @@ def without_memory(arg, specialized: bool = True):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     return arg
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's first line, and the fix if files of Triton's cache may be damaged."""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    is_damaged = isinstance(error, json.JSONDecodeError) or "Unknown key" in first
-    if is_damaged or "kernel image is invalid" in first:
-        return f"{first}: remove {triton.knobs.cache.dir}, which may be damaged"
-    return first
 
 
 def has_failed_on_gpu(error: Exception) -> bool:
@@ -385,7 +377,19 @@ def give_up(name: str, error: KernelError) -> None:
     """Log, once, that a plain form replaces a kernel or a use of kernels, and remember that."""
     if name not in broken:
         broken.add(name)
-        log.warning("%s: a plain form replaces kernels that cannot run here (%s)", name, error)
+        fix = ""
+        if is_of_cache(error):
+            fix = f"; remove {triton.knobs.cache.dir}, which may be damaged"
+        log.warning(
+            "%s: a plain form replaces kernels that cannot run here (%s)%s", name, error, fix
+        )
+
+
+def is_of_cache(error: KernelError) -> bool:
+    """Whether files of Triton's cache may be damaged: a power loss leaves empty ones."""
+    cause = error.__cause__
+    texts = "Unknown key", "kernel image is invalid"
+    return isinstance(cause, json.JSONDecodeError) or any(text in str(cause) for text in texts)
 
 
 def gpu_has_pdl(device: torch.device | None) -> bool:

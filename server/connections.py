@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 
+import anyio
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -97,6 +98,8 @@ def make_http_server(app: Starlette) -> uvicorn.Server:
 
     It accepts any number of connections: the app limits requests.
     """
+    # The first stream would import what this does, for a tenth of a second, and deliver no token.
+    anyio.run(anyio.sleep, 0)
     config = uvicorn.Config(
         app,
         http=TimedProtocol,

@@ -140,6 +140,10 @@ HIDDEN_IMPORTS = {
         },
         "it measures how long they are imported",
     ),
+    "benchmarks/turns.py": (
+        {"generate", "runtime.graphs"},
+        "its chat starts as generate.py does, whose helper compiles meanwhile",
+    ),
     "eval.py": ({"lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"}, OPTIONAL),
     "serve.py": ({"server.app"}, "needs Starlette, " + OPTIONAL),
 }

@@ -1629,3 +1629,29 @@ def test_events_that_arrive_together_are_sent_together():
         return found + [part async for part in stream]
 
     assert asyncio.run(parts()) == [b"begin 0 ", b"1 ", b"2 ", b"3 end usage"]
+
+
+def test_the_first_requests_import_nothing():
+    """An import takes up to half a second, in which no stream gets a token."""
+    script = (
+        "import sys\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from generate import embedded_checkpoint\n"
+        "from local_server import LocalServer, httpx\n"
+        "server = LocalServer(embedded_checkpoint(), 64)\n"
+        "user = [{'role': 'user', 'content': 'x'}]\n"
+        "bodies = {'completions': {'prompt': 'x'}, 'responses': {'input': 'x'}}\n"
+        "bodies |= dict.fromkeys(('chat/completions', 'messages'), {'messages': user})\n"
+        "httpx.get(server.url + '/health')\n"
+        "before = set(sys.modules)\n"
+        "for path, body in bodies.items():\n"
+        "    limit = 'max_output_tokens' if path == 'responses' else 'max_tokens'\n"
+        "    answer = server.post(path, json={**body, limit: 2, 'stream': True})\n"
+        "    assert answer.status_code == 200\n"
+        "print(sorted(set(sys.modules) - before))\n"
+        "server.close()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "[]"

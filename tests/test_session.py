@@ -919,6 +919,6 @@ def test_whether_a_chunk_runs_anywhere_is_asked_once(model, monkeypatch):
 
     monkeypatch.setattr(session, "runs_anywhere", lambda *chunk: asked.append(chunk) or True)
     monkeypatch.setattr(session, "run_chunk", run_chunk)
-    next(session.prefill(0, [1] * 70, 3))
+    next(session.prefill(0, [1] * 100, 3))
     assert asked == [(0, 128, 3)]
     assert [numbers[4 + 128 :] for numbers in sent] == [[*range(3, 3 + 128)]]
