@@ -28,12 +28,12 @@ from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
     attention_error,
+    dense_error,
     groups_pairs,
     product_error,
     prompt_errors,
     reorders_rows,
     stores_in_ring,
-    unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
 
@@ -223,12 +223,20 @@ def test_a_prompts_product_of_tokens(format, tile, activation):
     ],
 )
 def test_a_dense_weight_is_unpacked_for_the_library(format):
-    assert unpacking_error(format) < 1e-3
+    assert dense_error(format, "unpacked") < 1e-3
 
 
-@pytest.mark.parametrize("format", ("int4", "fp8b", "nvfp4", "hqq3"))
-def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
-    assert unpacking_error(format, own_order=True) < 1e-3
+@pytest.mark.parametrize(
+    ("format", "group"),
+    (("int4", None), ("int4", 8), ("int4", 32), ("fp8b", None), ("nvfp4", None), ("hqq3", None)),
+)
+def test_a_dense_weight_is_unpacked_in_the_order_of_x(format, group):
+    assert dense_error(format, "own order", group=group) < 1e-3
+
+
+@pytest.mark.parametrize("format", ("int4", "mxfp4", "nvfp4", "hqq4", "q4_k", "q6_k"))
+def test_a_dense_weight_is_decoded_by_the_product(format):
+    assert dense_error(format, "decoded") < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -54,24 +54,30 @@ class Speed(NamedTuple):
 KERNEL = Speed(520e12, 16, 0)
 LIBRARY = Speed(770e12, 64, 350)
 BYTES_PER_SECOND = 4e12  # of kernels that only read and write rows
+WIDE = 8192  # outputs of a dense weight that are many programs in any tile
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
 @jit
-def _find_rows(tile, group_ends, s: tl.constexpr):
+def _find_rows(tile, group_ends, N, s: tl.constexpr):
     """Return a tile's expert, its first row of x, and the end of the expert's rows.
+
+    Without group_ends one expert has all N rows.
 
     Expert e has the tiles from starts[e] // BM + e on, as many as its rows may need: the next
     expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
     one tile an expert has no rows.
     """
-    experts = tl.arange(0, s.experts_pow2)
-    ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
-    before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
-    expert = tl.sum(before.to(tl.int32))
-    start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
-    return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
+    if group_ends is None:
+        return tl.full([], 0, tl.int32), tile * s.tile.rows, N
+    else:
+        experts = tl.arange(0, s.experts_pow2)
+        ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
+        before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
+        expert = tl.sum(before.to(tl.int32))
+        start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
+        return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
 
 
 @jit
@@ -186,10 +192,10 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 # BN outputs, in steps of BK numbers along `in`. T is the number of tiles of all experts, of which
 # some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
-@jit
-def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
+@jit(do_not_specialize=["N"])
+def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr):
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    expert, first, end = _find_rows(tile, group_ends, s)
+    expert, first, end = _find_rows(tile, group_ends, N, s)
     if first < end and block * s.block < s.results:
         tensors = (x, y, weights, pairs, columns, bias)
         if s.tile.tail < s.tile.rows:
@@ -202,7 +208,7 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
 
 
 def choose_prompt_tile(
-    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128
+    N: int, E: int, bits: int, out: int, width: int, kind: str = "", group: int = 128
 ) -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
@@ -220,7 +226,9 @@ def choose_prompt_tile(
                 # Short rows have few steps: four programs at once.
                 return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
-        if kind == "int4" and (rows == 64 or (rows > 64 and E == 1)):  # dense: as `unpacks_first`
+        if E == 1 and rows > 64:  # dense: few programs, unless the weight is wide
+            return PromptTile(64, 128 if out >= WIDE else 64, 128, 4)
+        if kind == "int4" and rows == 64:
             return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
@@ -259,7 +267,7 @@ def smaller_tiles(tile: PromptTile) -> Iterator[PromptTile]:
 
 def grouped_gemm(
     x: Tensor,
-    group_ends: Tensor,
+    group_ends: Tensor | None,
     parts: dict[str, Tensor],
     kind: str,
     bits: int,
@@ -274,9 +282,10 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
-    this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
-    For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
+    Rows of expert e end before group_ends[e]; None: the weight is dense, and E is 1. parts: tensors
+    of a packed weight [E, out, ...] of this kind, bits and group; the numbers of x are then in the
+    order of `Format.grouped_order`. For kind "plain", codes are weights of x's dtype and bits is 16
+    or 32.
 
     pairs, integers [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies
     tokens for each expert.
@@ -295,12 +304,13 @@ def grouped_gemm(
     if columns is not None:
         check_shapes(columns=(columns, (results,)))
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
+    rows = N if group_ends is None else None
+    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, rows
     scale = tensors.scale
     in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
-        chosen = choose_prompt_tile(N, E, bits, width, kind, group)
+        chosen = choose_prompt_tile(N, E, bits, out, width, kind, group)
         if x.dtype is not torch.bfloat16:  # decoding takes more registers
             fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
             if kind in ("q5_k", "q6_k", "iq4"):

@@ -27,14 +27,10 @@ from ops.products.units import (
     signed_byte,
     to_fp32,
 )
-from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
+from ops.products.weights import BITS, FOUR_BITS, GGUF, Codes, WeightTensors, kernel_tensors
 
-# More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
-# were not measured),
-MANY_ROWS = 64
-# but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
-# programs for all multiprocessors.
-MOST_DECODED, WIDE = 256, 8192
+# More rows of x than this are multiplied by the library: of weights of 4 bits, and of others.
+MOST_DECODED, MANY_ROWS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,10 @@ class PromptSettings(Codes):
         return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
 
 
-def unpacks_first(N: int, out: int, kind: str) -> bool:
-    """Whether a dense weight is unpacked for N rows of x in 16 bits, not decoded by `_grouped`."""
-    return N > MANY_ROWS and not (kind == "int4" and N <= MOST_DECODED and out >= WIDE)
+def unpacks_first(rows: int, kind: str) -> bool:
+    """Whether a dense weight is unpacked for rows of x in 16 bits, not decoded by `_grouped`."""
+    most = MOST_DECODED if kind in FOUR_BITS else MANY_ROWS
+    return rows > most
 
 
 def prompt_operands(
@@ -357,8 +354,12 @@ def _unpack(weights, y, s: tl.constexpr):
             first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
             place += word // WORDS * s.group + field * WORDS + word % WORDS
             stored = (word < s.width // (2 * s.fields)) & (n < s.out)
-            tl.store(place, first, mask=stored)
-            tl.store(place + s.fields * WORDS, second, mask=stored)
+            # A lane has four words. Let it store its own four numbers of a field: for longer
+            # stores the compiler would exchange them through shared memory (15 barriers).
+            LANE: tl.constexpr = min(4, WORDS & -WORDS)
+            tl.store(tl.max_contiguous(place, [1, LANE]), first, mask=stored)
+            place = tl.max_contiguous(place + s.fields * WORDS, [1, LANE])
+            tl.store(place, second, mask=stored)
         else:
             place += number_of_field(unit, field, s)
             tl.store(place, number, mask=inside & (n < s.out))
