@@ -23,7 +23,7 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
-from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_rows import in_order
 from ops.products.prompt_weights import multiply_unpacked, unpacks_first
 from ops.products.weights import BITS, GGUF, Weight, packed_weight
 
@@ -142,7 +142,7 @@ class Packed(nn.Module):
     def multiply_rows(self, x: Tensor, group_ends: Tensor | None) -> Tensor:
         """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out], without the bias.
 
-        None: the weight is [out, in].
+        None: the weight is [out, in], and x [..., in] -> [N, out].
         """
         if torch.compiler.is_compiling():  # else the check would import SymPy, which takes 0.3 s
             # Make `in` a constant where Dynamo takes all of a prompt's sizes for symbols: it would
@@ -153,8 +153,8 @@ class Packed(nn.Module):
             if torch.compiler.is_compiling() or not can_launch(x, "_gather_rows"):
                 x = FORMATS[self.format].grouped_order(x, self.group)
             else:
-                x = gather_rows(x, None, 1, self.column_order(x))
-        return self.multiply_ordered(x, group_ends)
+                x = in_order(x, self.column_order(x))
+        return self.multiply_ordered(x.flatten(0, -2), group_ends)
 
     def unpacks(self, x: Tensor) -> bool:
         """Whether a dense weight is unpacked for rows x [N, in], which keep their order."""
@@ -200,12 +200,12 @@ class PackedLinear(Packed):
             if self.unpacks(rows):
                 y = try_kernels(use, self.unpack_first, self.multiply_all, rows)
             else:
-                y = self.multiply_all(rows)
+                y = self.multiply_all(x)
             y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
     def multiply_all(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out], by the implementation for many rows."""
+        """x [..., in] -> [N, out], by the implementation for many rows."""
         return self.multiply_rows(x, None)
 
     def unpack_first(self, x: Tensor) -> Tensor:

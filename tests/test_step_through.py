@@ -10,6 +10,7 @@ CHECK_BOUNDS=1 every address is checked, too.
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from formats import FORMATS
 from model import Chunk, Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import Added
+from ops.products.prompt_rows import in_order
 from ops.products.prompt_weights import PromptTile
 from tests import interpreter
 from tests.kernels_without_gpu import plain_error
@@ -193,6 +197,18 @@ def test_two_chunks_of_a_long_prompt_in_a_dense_layer():
 @pytest.mark.parametrize("format", ("int8", "int4", "hqq3", "q4_k", "nvfp4"))
 def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)
+
+
+@pytest.mark.parametrize("D", (64, 80))
+def test_a_norm_is_stored_in_the_order_of_its_reader(D):
+    x, columns = torch.randn(1, 5, D), torch.randperm(D).int()
+    after = NextNorm(torch.randn(D), None, 1e-5)
+    with mock.patch("ops.products.fixed_join.can_launch", lambda x: True):
+        _, normed, _ = fixed_join(x, Added(y=x), after, columns=columns)
+    known, ordered = normed.ordered
+    assert known is columns and ordered.equal(normed[0][:, columns])
+    assert in_order(normed, columns) is ordered
+    assert in_order(normed, columns.clone()).equal(ordered)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ class Results(NamedTuple):
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
+    ordered: Tensor | None = None  # [T, D]: the norm, too, in the order of
+    columns: Tensor | None = None  # int32 [D]
     scores: Tensor | None = None  # [T, N], with a score_bias [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
 
@@ -243,6 +245,8 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     if added.norm is not None:
         branch_scale = tl.load(added.norm + d, mask=inside, other=0.0).to(tl.float32)
+    if results.ordered is not None:
+        column = tl.load(results.columns + d, mask=inside, other=0)
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
     if added.memory is not None:
         add = tl.load(x + d, mask=inside, other=0.0)
@@ -293,6 +297,8 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         tl.store(normed + place_in_order(d, s.order), value, mask=_stores(d, s))
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
+    if results.ordered is not None:
+        tl.store(results.ordered + at + d, tl.gather(value, column, 0), mask=inside)
     if added.memory is not None:
         count_call(added.calls, call, s.messages)
 

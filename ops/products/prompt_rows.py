@@ -199,6 +199,17 @@ def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | 
     return y
 
 
+def keep_order(x: Tensor, columns: Tensor, ordered: Tensor) -> None:
+    """Let `in_order` of x [..., D] find what a kernel has stored beside x: [T, D]."""
+    x.ordered = columns, ordered
+
+
+def in_order(x: Tensor, columns: Tensor) -> Tensor:
+    """Return x [..., D] in the order of `columns` [T, D]."""
+    known, ordered = getattr(x, "ordered", (None, None))
+    return ordered if known is columns else gather_rows(x.flatten(0, -2), None, 1, columns)
+
+
 def activate_rows(
     both: Tensor,
     activation: Activation,
