@@ -260,6 +260,7 @@ def test_a_dense_weight_is_decoded_by_the_product(format):
     (
         (33, 1, 3, 0),
         (33, 1, 3, 32),
+        (300, 8, 128, 77),  # counted by each program, in two reads
         (700, 8, 300, 0),  # 44 chunks, whose counts are read in three parts; 32 pairs at once
         (700, 8, 300, 77),
         pytest.param(33000, 2, 4, 0, marks=pytest.mark.slow),  # chunks of more than 128 pairs

@@ -19,6 +19,7 @@ from ops.products.codes import activate
 
 KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
 CHUNKS = 128  # into which pairs are divided, at most: each program reads the counts of all
+FEW_PAIRS = 4096  # that each program counts itself, without a kernel before it
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class GroupSettings:
     active: int  # A
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
+    counted: int = 2048  # pairs that a program counts at once
 
     bins = property(lambda s: max(64, triton.next_power_of_2(s.E)))
     parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
@@ -66,6 +68,18 @@ def _count_pairs(indices, counts, last, N, s: tl.constexpr):
     tl.store(counts + chunk * s.E + expert, found, mask=expert < s.E)
 
 
+@jit
+def _count_few(indices, before, N, real, s: tl.constexpr):
+    """Count the pairs of each expert: all, and those before pair `before` -> [bins] each."""
+    both = tl.zeros([2 * s.bins], tl.int32)
+    for start in range(0, N, s.counted):
+        pair = start + tl.arange(0, s.counted)
+        chosen = tl.load(indices + pair, mask=pair < real, other=0).to(tl.int32)
+        both += tl.histogram(chosen * 2 + (pair < before).to(tl.int32), 2 * s.bins, pair < real)
+    later, earlier = tl.split(tl.reshape(both, [s.bins, 2]))
+    return later + earlier, earlier
+
+
 # Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
 # all pairs of earlier experts, and its own of earlier chunks. Pairs of padding come last, in no
 # expert's rows. Nothing computes those, so padding sums results of row 0: they are finite.
@@ -73,13 +87,16 @@ def _count_pairs(indices, counts, last, N, s: tl.constexpr):
 def _group_pairs(indices, counts, last, order, places, group_ends, N, s: tl.constexpr):
     chunk, chunks, real = tl.program_id(0), tl.num_programs(0), _count_real(last, N, s)
     expert, n = tl.arange(0, s.bins), tl.arange(0, s.rows)
-    total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
-    for start in range(0, chunks, s.parts):
-        part = start + tl.arange(0, s.parts)[:, None]
-        inside = (part < chunks) & (expert < s.E)[None, :]
-        found = tl.load(counts + part * s.E + expert[None, :], mask=inside, other=0)
-        total += tl.sum(found, 0)
-        earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
+    if counts is None:
+        total, earlier = _count_few(indices, chunk * s.chunk, N, real, s)
+    else:
+        total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
+        for start in range(0, chunks, s.parts):
+            part = start + tl.arange(0, s.parts)[:, None]
+            inside = (part < chunks) & (expert < s.E)[None, :]
+            found = tl.load(counts + part * s.E + expert[None, :], mask=inside, other=0)
+            total += tl.sum(found, 0)
+            earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
     ends = tl.cumsum(total, 0)
     if chunk == 0:
         tl.store(group_ends + expert, ends, mask=expert < s.E)
@@ -95,7 +112,8 @@ def _group_pairs(indices, counts, last, order, places, group_ends, N, s: tl.cons
             tl.store(places + pair, 0, mask=(pair >= real) & (pair < N))
         tl.store(order + place, pair, mask=pair < real)
         tl.store(places + pair, place, mask=pair < real)
-        next_rows += tl.histogram(chosen, s.bins, pair < real)
+        if s.chunk > s.rows:
+            next_rows += tl.histogram(chosen, s.bins, pair < real)
 
 
 # Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
@@ -180,10 +198,11 @@ def group_pairs(
     chunks = triton.cdiv(N, s.chunk)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
-    counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
-    options = dict(settings=s, warps=8)
+    options, counts = dict(settings=s, warps=8), None
     found = order, places, group_ends
-    launch(_count_pairs, (chunks,), experts, counts, last, N, **options)
+    if N > FEW_PAIRS:
+        counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
+        launch(_count_pairs, (chunks,), experts, counts, last, N, **options)
     launch(_group_pairs, (chunks,), experts, counts, last, *found, N, **options)
     return found
 
