@@ -37,7 +37,6 @@ from ops.gpu import gpu_of
 from ops.products.prompt import choose_prompt_tile, grouped_gemm
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile, multiply_unpacked
-from ops.products.weights import GGUF
 from runtime.compile_ahead import compile_ahead
 
 TILE = tuple(field.name for field in fields(PromptTile))
@@ -99,8 +98,7 @@ class Product:
             x = format.grouped_order(x, weight.group)
             given = weight.parts(), format.kind, format.bits, weight.group
         kind, bits, group = given[1:]
-        shape = len(self.group_ends), bits, given[0]["codes"].shape[1], x.shape[1]
-        own = choose_prompt_tile(self.rows, *shape, kind, group)
+        own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind, group)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)
         product = partial(grouped_gemm, x, self.group_ends, *given, **options)
@@ -149,12 +147,9 @@ def dense_forms(
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     columns = column_order(mode, group, width, device)
     given, ordered = (format.kind, format.bits, group), gather_rows(x, None, 1, columns)
-    own = choose_prompt_tile(tokens, 1, format.bits, out, width, format.kind, group)
-    own_order = format.kind not in GGUF
+    own = choose_prompt_tile(tokens, 1, format.bits, width, format.kind, group)
     forms = {
-        "unpacked": lambda n: multiply_unpacked(
-            x if own_order else ordered, parts[n], *given, own_order=own_order
-        ),
+        "unpacked": lambda n: multiply_unpacked(x, parts[n], *given, own_order=True),
         "library, 16 bits": lambda n: F.linear(x, weights[n]),
         "x in order": lambda n: gather_rows(x, None, 1, columns),
     }

@@ -25,7 +25,7 @@ from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
 from ops.products.prompt_rows import in_order
 from ops.products.prompt_weights import multiply_unpacked, unpacks_first
-from ops.products.weights import BITS, GGUF, Weight, packed_weight
+from ops.products.weights import BITS, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
@@ -159,9 +159,9 @@ class Packed(nn.Module):
     def unpacks(self, x: Tensor) -> bool:
         """Whether a dense weight is unpacked for rows x [N, in], which keep their order."""
         kind = FORMATS[self.format].kind
-        if kind is None or kind in GGUF or x.element_size() != 2 or torch.compiler.is_compiling():
+        if kind is None or x.element_size() != 2 or torch.compiler.is_compiling():
             return False
-        if not unpacks_first(len(x), kind):
+        if not unpacks_first(len(x), len(self.codes), kind):
             return False
         return can_launch(x, f"{UNPACKING} {self.format}")
 
@@ -374,7 +374,7 @@ def rows_grouped(
     weight = parts, format.kind, format.bits, group
     kernel = partial(grouped_gemm, x, group_ends, *weight)
     is_dense = group_ends is None and x.element_size() == 2
-    if not is_dense or not unpacks_first(len(x), format.kind):
+    if not is_dense or not unpacks_first(len(x), parts["codes"].shape[1], format.kind):
         return kernel()
     return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 

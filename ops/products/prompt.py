@@ -54,7 +54,6 @@ class Speed(NamedTuple):
 KERNEL = Speed(520e12, 16, 0)
 LIBRARY = Speed(770e12, 64, 350)
 BYTES_PER_SECOND = 4e12  # of kernels that only read and write rows
-WIDE = 8192  # outputs of a dense weight that are many programs in any tile
 GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses of the kernel
 
 
@@ -208,7 +207,7 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr
 
 
 def choose_prompt_tile(
-    N: int, E: int, bits: int, out: int, width: int, kind: str = "", group: int = 128
+    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128
 ) -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
@@ -226,9 +225,7 @@ def choose_prompt_tile(
                 # Short rows have few steps: four programs at once.
                 return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
-        if E == 1 and rows > 64:  # dense: few programs, unless the weight is wide
-            return PromptTile(64, 128 if out >= WIDE else 64, 128, 4)
-        if kind == "int4" and rows == 64:
+        if kind == "int4" and (rows == 64 or (rows > 64 and E == 1)):  # dense: as `unpacks_first`
             return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
             return PromptTile(128, 128, 128, 8, tail=64)
@@ -310,7 +307,7 @@ def grouped_gemm(
     in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     tiles = [tile]
     if tile is None:
-        chosen = choose_prompt_tile(N, E, bits, out, width, kind, group)
+        chosen = choose_prompt_tile(N, E, bits, width, kind, group)
         if x.dtype is not torch.bfloat16:  # decoding takes more registers
             fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
             if kind in ("q5_k", "q6_k", "iq4"):

@@ -27,10 +27,14 @@ from ops.products.units import (
     signed_byte,
     to_fp32,
 )
-from ops.products.weights import BITS, FOUR_BITS, GGUF, Codes, WeightTensors, kernel_tensors
+from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
 
-# More rows of x than this are multiplied by the library: of weights of 4 bits, and of others.
-MOST_DECODED, MANY_ROWS = 256, 64
+# More rows of x than this are multiplied by the library, which is faster from 80 on (H200; fewer
+# were not measured),
+MANY_ROWS = 64
+# but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
+# programs for all multiprocessors.
+MOST_DECODED, WIDE = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class PromptSettings(Codes):
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
     in_words: bool = True  # scales have 16 bits and begin with a word of 32
-    own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
+    own_order: bool = False  # `_unpack` undoes `Format.grouped_order`
 
     # Outputs are those of gates, then as many ups.
     gated = property(lambda s: s.activation is not None and s.activation.gated)
@@ -97,10 +101,9 @@ class PromptSettings(Codes):
         return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
 
 
-def unpacks_first(rows: int, kind: str) -> bool:
-    """Whether a dense weight is unpacked for rows of x in 16 bits, not decoded by `_grouped`."""
-    most = MOST_DECODED if kind in FOUR_BITS else MANY_ROWS
-    return rows > most
+def unpacks_first(N: int, out: int, kind: str) -> bool:
+    """Whether a dense weight is unpacked for N rows of x in 16 bits, not decoded by `_grouped`."""
+    return N > MANY_ROWS and not (kind == "int4" and N <= MOST_DECODED and out >= WIDE)
 
 
 def prompt_operands(
@@ -323,6 +326,15 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
 TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
 
 
+@jit
+def _number_of_word(word, field: tl.constexpr, s: tl.constexpr):
+    """Return where in a row the numbers are that a field of first units of words has."""
+    WORDS: tl.constexpr = s.group // (2 * s.fields)  # of a group, whose fields are WORDS apart
+    # Fields of q6_k are those of both halves of a run in turn (`mix_halves`).
+    MIXED: tl.constexpr = field % 2 * 16 + field // 2 * 4
+    return word // WORDS * s.group + word % WORDS + (MIXED if s.kind == "q6_k" else field * WORDS)
+
+
 # Grid [out / BN, in / BK]: a program unpacks BN rows, and BK numbers of each.
 @jit
 def _unpack(weights, y, s: tl.constexpr):
@@ -339,8 +351,11 @@ def _unpack(weights, y, s: tl.constexpr):
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
-    # Fields of a word are WORDS numbers apart, since a group has these many words.
     WORDS: tl.constexpr = s.group // (2 * s.fields)
+    NEXT: tl.constexpr = 8 if s.kind == "q6_k" else s.fields * WORDS  # the same, of second units
+    # A lane has four words, so it stores four numbers at once. For more the compiler would exchange
+    # them through shared memory: 15 barriers.
+    LANE: tl.constexpr = min(4, WORDS & -WORDS)
     HALF: tl.constexpr = s.tile.numbers // s.fields // 2
     word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
     for field in tl.static_range(s.fields):
@@ -352,14 +367,10 @@ def _unpack(weights, y, s: tl.constexpr):
         number, place = number.to(DTYPE), y + row * s.width
         if s.own_order:
             first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
-            place += word // WORDS * s.group + field * WORDS + word % WORDS
+            place += _number_of_word(word, field, s)
             stored = (word < s.width // (2 * s.fields)) & (n < s.out)
-            # A lane has four words. Let it store its own four numbers of a field: for longer
-            # stores the compiler would exchange them through shared memory (15 barriers).
-            LANE: tl.constexpr = min(4, WORDS & -WORDS)
             tl.store(tl.max_contiguous(place, [1, LANE]), first, mask=stored)
-            place = tl.max_contiguous(place + s.fields * WORDS, [1, LANE])
-            tl.store(place, second, mask=stored)
+            tl.store(tl.max_contiguous(place + NEXT, [1, LANE]), second, mask=stored)
         else:
             place += number_of_field(unit, field, s)
             tl.store(place, number, mask=inside & (n < s.out))
@@ -375,7 +386,7 @@ def multiply_unpacked(
 ) -> Tensor:
     """x [N, in] in `Format.grouped_order`, parts of a weight [1, out, in] -> [N, out].
 
-    own_order: x is as it is, which GGUF's kinds do not take.
+    own_order: x is as it is.
 
     The weight is dequantized to 16 bits for this product of the library. With many rows that is
     faster than `_grouped` by more than unpacking takes.
