@@ -12,7 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from model import (
+    AddNorm,
+    Block,
+    Chunk,
+    Context,
+    Experts,
+    KVCache,
+    Linear,
+    MoE,
+    RMSNorm,
+    Transformer,
+)
 from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.recurrent_parts import gate_prompt_heads
@@ -21,10 +32,11 @@ from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.ring import past_of_chunk, ring_of
 from ops.products.fixed_join import NextNorm, fixed_join
-from ops.products.join import Added
+from ops.products.join import NOTHING, Added
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
 from ops.products.prompt_rows import (
     KERNELS,
+    PairResults,
     activate_rows,
     combine_rows,
     gather_rows,
@@ -207,9 +219,10 @@ class PromptLayer:
 
     def run_ffn(
         self, normed: Tensor, last: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | PairResults, Tensor | None, Tensor | None]:
         """Do what the FFN does: normed [1, T, D] -> y, expert_indices, expert_weights [T, A].
 
+        y may be results of pairs, whose sum is left to the kernel that adds it to the residual.
         last: as of `Context`. Experts do not compute padding, whose y is any finite one.
         """
         ffn, x = self.block.ffn, normed.flatten(0, 1)
@@ -230,28 +243,37 @@ class PromptLayer:
         hidden = w13.activate(ordered, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         rows = parts, places, indices, weights, w2.bias
-        if self.shared is None:
+        if self.shared is not None:
+            gate = None if self.gate is None else (x, self.gate.weight)
+            rows = *rows, self.shared.forward(normed), gate
+        elif type(ffn).merge is not MoE.merge:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
-        shared = self.shared.forward(normed)
-        gate = None if self.gate is None else (x, self.gate.weight)
-        return combine_rows(*rows, shared, gate), indices, weights
+        return PairResults(*rows), indices, weights
 
     def first_product(self) -> ExpertRows | DenseRows:
         """Return the product that reads the norm before attention."""
         (name, *_), _ = projections_of(self.block.attention)
         return DenseRows(getattr(self.block.attention, name))
 
-    def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    def add(
+        self, n: int, x: Tensor, y: Tensor | PairResults, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
         """`AddNorm` number n of the block. The norm is stored in its reader's order, too."""
-        added = self.sums[n]
-        if undeclared(norm, RMSNorm) or added.branch_norms:
+        added, is_plain = self.sums[n], not undeclared(norm, RMSNorm)
+        if isinstance(y, PairResults) and not (is_plain and added.norm is None):
+            y = combine_rows(*y)
+        if not is_plain or added.branch_norms:
             return self.adds[n](x, y, norm)
-        y, after = y.view_as(x), NextNorm(norm.weight, None, norm.eps)
+        after = NextNorm(norm.weight, None, norm.eps)
         columns = None
         if reader := self.readers.get(id(norm)):
             columns = reader.columns(x.flatten(0, -2))
         if added.norm is None:
-            return fixed_join(x, Added(y=y), after, scale=added.scale, columns=columns)[:2]
+            options = dict(scale=added.scale, columns=columns)
+            if isinstance(y, PairResults):
+                return fixed_join(x, NOTHING, after, pairs=y, **options)[:2]
+            return fixed_join(x, Added(y=y.view_as(x)), after, **options)[:2]
+        y = y.view_as(x)
         if added.norm.eps != norm.eps:
             return self.adds[n](x, y, norm)
         branch = Added(y=y.unsqueeze(0), norm=added.norm.weight, scalar=added.scalar)

@@ -24,8 +24,8 @@ from model import Chunk, Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.products.fixed_join import NextNorm, fixed_join
-from ops.products.join import Added
-from ops.products.prompt_rows import in_order
+from ops.products.join import NOTHING, Added
+from ops.products.prompt_rows import PairResults, combine_rows, in_order
 from ops.products.prompt_weights import PromptTile
 from tests import interpreter
 from tests.kernels_without_gpu import plain_error
@@ -209,6 +209,23 @@ def test_a_norm_is_stored_in_the_order_of_its_reader(D):
     assert known is columns and ordered.equal(normed[0][:, columns])
     assert in_order(normed, columns) is ordered
     assert in_order(normed, columns.clone()).equal(ordered)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_pairs_are_combined_where_they_are_added(shared):
+    """The same bits as the sum of pairs by a kernel of its own: with biases, or a shared expert."""
+    T, A, D, E = 5, 2, 80, 3
+    x, order = torch.randn(1, T, D).half(), torch.randperm(T * A).int()
+    pairs = [torch.randn(T * A, D).half(), order, torch.randint(E, (T, A)), torch.rand(T, A)]
+    if shared:
+        pairs += [None, torch.randn(T, D).half(), (x[0], torch.randn(1, D).half() / 9)]
+    else:
+        pairs += [torch.randn(E, D).half()]
+    after = NextNorm(torch.randn(D).half(), None, 1e-5)
+    with mock.patch("ops.products.fixed_join.can_launch", lambda x: True):
+        want = fixed_join(x, Added(y=combine_rows(*pairs).view_as(x)), after, scale=0.5)
+        got = fixed_join(x, NOTHING, after, scale=0.5, pairs=PairResults(*pairs))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize(

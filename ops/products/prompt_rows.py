@@ -9,6 +9,7 @@ of an expert. `columns`, int32, is the order in which the next product reads x
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from ops.products.codes import activate
 KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
 CHUNKS = 128  # into which pairs are divided, at most: each program reads the counts of all
 FEW_PAIRS = 4096  # that each program counts itself, without a kernel before it
+
+
+class PairResults(NamedTuple):
+    """Results of pairs, not yet combined: arguments of `combine_rows`."""
+
+    parts: Tensor
+    places: Tensor
+    experts: Tensor
+    weights: Tensor
+    bias: Tensor | None = None
+    shared: Tensor | None = None
+    gate: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,31 +169,43 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 
-# Grid [T, blocks]: a program sums a part of one token. Each computes the gate, a product of one
-# output: the library takes as long for it as this whole kernel.
 @jit
-def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
-    token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside, factor = column < s.width, 1.0
-    if gate is not None:
-        x, gate_weight = gate
-        number = tl.arange(0, s.padded)
-        x = tl.load(x + token.to(tl.int64) * s.width + number, mask=number < s.width, other=0.0)
-        row = tl.load(gate_weight + number, mask=number < s.width, other=0.0)
+def combine_token(
+    pairs, token, column, WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVE: tl.constexpr
+):
+    """Return numbers `column` of the weighted sum of a token's pairs (`PairResults`), in x's dtype.
+
+    PADDED: a power of two, for a row of WIDTH numbers. The gate is a product of one output: the
+    library takes as long for it as this takes for all.
+    """
+    inside, factor, at = column < WIDTH, 1.0, token.to(tl.int64) * WIDTH
+    if pairs.gate is not None:
+        x, gate_weight = pairs.gate
+        number = tl.arange(0, PADDED)
+        x = tl.load(x + at + number, mask=number < WIDTH, other=0.0)
+        row = tl.load(gate_weight + number, mask=number < WIDTH, other=0.0)
         factor = tl.sigmoid(tl.sum(x.to(tl.float32) * row.to(tl.float32)))
-    total = tl.zeros([s.block], tl.float32)
-    for a in tl.static_range(s.active):
-        pair = token * s.active + a
-        row = parts + tl.load(places + pair).to(tl.int64) * s.width
+    total = tl.zeros_like(column).to(tl.float32)
+    for a in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + a
+        row = pairs.parts + tl.load(pairs.places + pair).to(tl.int64) * WIDTH
         part = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            own = bias + tl.load(experts + pair) * s.width
+        if pairs.bias is not None:
+            own = pairs.bias + tl.load(pairs.experts + pair) * WIDTH
             part += tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair)
-    if shared is not None:
-        part = tl.load(shared + token.to(tl.int64) * s.width + column, mask=inside, other=0.0)
+        total += part * tl.load(pairs.weights + pair)
+    if pairs.shared is not None:
+        part = tl.load(pairs.shared + at + column, mask=inside, other=0.0)
         total += part.to(tl.float32) * factor
-    tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
+    return total.to(pairs.parts.dtype.element_ty)
+
+
+# Grid [T, blocks]: a program sums a part of one token.
+@jit
+def _combine_rows(pairs, y, s: tl.constexpr):
+    token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
+    total = combine_token(pairs, token, column, s.width, s.padded, s.active)
+    tl.store(y + token.to(tl.int64) * s.width + column, total, mask=column < s.width)
 
 
 def group_pairs(
@@ -255,7 +280,7 @@ def activate_rows(
     return y
 
 
-def combine_rows(
+def checked_pairs(
     parts: Tensor,
     places: Tensor,
     experts: Tensor,
@@ -263,14 +288,8 @@ def combine_rows(
     bias: Tensor | None = None,
     shared: Tensor | None = None,
     gate: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
-
-    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
-    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
-    [T, D] and the gate's weight [1, D]. The reference is `Experts.combine`, then
-    `GatedSharedExpertMoE.merge`.
-    """
+) -> PairResults:
+    """Return the arguments of `combine_rows` as kernels read them. Raises ValueError by shapes."""
     (T, A), width = weights.shape, parts.shape[1]
     check_shapes(places=(places, (T * A,)), experts=(experts, (T, A)))
     if shared is not None:
@@ -279,8 +298,21 @@ def combine_rows(
         x, weight = gate
         check_shapes(x=(x, (T, width)), gate=(weight, (1, width)))
         gate = x.contiguous(), weight
-    y = parts.new_empty(T, width)
+    weights = weights.contiguous()
+    return PairResults(parts, places, experts.contiguous(), weights, bias, shared, gate)
+
+
+def combine_rows(*pairs, **more) -> Tensor:
+    """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
+
+    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
+    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
+    [T, D] and the gate's weight [1, D]. Arguments are those of `PairResults`. The reference is
+    `Experts.combine`, then `GatedSharedExpertMoE.merge`.
+    """
+    given = checked_pairs(*pairs, **more)
+    (T, A), width = given.weights.shape, given.parts.shape[1]
+    y = given.parts.new_empty(T, width)
     s = RowSettings(width, A)
-    tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y
-    launch(_combine_rows, (T, triton.cdiv(width, s.block)), *tensors, settings=s)
+    launch(_combine_rows, (T, triton.cdiv(width, s.block)), given, y, settings=s)
     return y
