@@ -259,22 +259,11 @@ def test_a_dense_weight_is_unpacked_for_the_library(format):
     assert dense_error(format, "unpacked") < 1e-3
 
 
+OWN_ORDER = "int4", "fp8b", "nvfp4", "hqq3", "hqq2", "q4_k", "q6_k", "q8_0", "int8", "mxfp4"
+
+
 @pytest.mark.parametrize(
-    ("format", "group"),
-    (
-        ("int4", None),
-        ("int4", 8),
-        ("int4", 32),
-        ("fp8b", None),
-        ("nvfp4", None),
-        ("hqq3", None),
-        ("q4_k", None),
-        ("q6_k", None),
-        ("q8_0", None),
-        ("iq4_xs", None),
-        ("q5_k", None),
-        ("int8", None),
-    ),
+    ("format", "group"), (*((name, None) for name in OWN_ORDER), ("int4", 8), ("int4", 32))
 )
 def test_a_dense_weight_is_unpacked_in_the_order_of_x(format, group):
     assert dense_error(format, "own order", group=group) < 1e-3

@@ -327,12 +327,49 @@ TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
 
 
 @jit
-def _number_of_word(word, field: tl.constexpr, s: tl.constexpr):
-    """Return where in a row the numbers are that a field of first units of words has."""
+def _finished_field(
+    numbers, factor, weights, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return a field of packed units as weights [BN, units], all that they lack included."""
+    number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
+    if s.kind != "fp8b":  # its factor has what its numbers lack
+        number = finish(number, factor, s.kind, DTYPE)
+    if s.kind == "int4":
+        number = finish_int4(number, weights, DTYPE)
+    return number.to(DTYPE)
+
+
+@jit
+def _in_own_order(numbers, factor, weights, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return all fields of whole groups as weights in the order of x [BN, BK]."""
+    BN: tl.constexpr = s.tile.outputs
     WORDS: tl.constexpr = s.group // (2 * s.fields)  # of a group, whose fields are WORDS apart
-    # Fields of q6_k are those of both halves of a run in turn (`mix_halves`).
-    MIXED: tl.constexpr = field % 2 * 16 + field // 2 * 4
-    return word // WORDS * s.group + word % WORDS + (MIXED if s.kind == "q6_k" else field * WORDS)
+    GROUPS: tl.constexpr = s.tile.numbers // s.group
+    given = numbers, factor, weights
+    if s.fields == 2:
+        first, last = _finished_field(*given, 0, s, DTYPE), _finished_field(*given, 1, s, DTYPE)
+        both = tl.join(first, last)
+    else:
+        both = _joined(given, 0, s, DTYPE)
+        if s.fields == 8:
+            both = tl.join(both, _joined(given, 1, s, DTYPE))
+    if s.kind == "q6_k":  # both halves of a run in turn (`mix_halves`)
+        both = tl.reshape(both, [BN, GROUPS, WORDS, 2, 2, 2])
+        both = tl.permute(both, (0, 1, 5, 3, 4, 2))
+    else:
+        both = tl.reshape(both, [BN, GROUPS, WORDS, 2, s.fields])
+        both = tl.permute(both, (0, 1, 3, 4, 2))
+    return tl.reshape(both, [BN, s.tile.numbers])
+
+
+@jit
+def _joined(given, FIRST: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Join four fields, every second one of eight -> [BN, units, 2, 2]."""
+    STEP: tl.constexpr = s.fields // 4
+    a, b = _finished_field(*given, FIRST, s, DTYPE), _finished_field(*given, FIRST + STEP, s, DTYPE)
+    c = _finished_field(*given, FIRST + 2 * STEP, s, DTYPE)
+    d = _finished_field(*given, FIRST + 3 * STEP, s, DTYPE)
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 # Grid [out / BN, in / BK]: a program unpacks BN rows, and BK numbers of each.
@@ -351,29 +388,30 @@ def _unpack(weights, y, s: tl.constexpr):
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
-    WORDS: tl.constexpr = s.group // (2 * s.fields)
-    NEXT: tl.constexpr = 8 if s.kind == "q6_k" else s.fields * WORDS  # the same, of second units
-    # A lane has four words, so it stores four numbers at once. For more the compiler would exchange
-    # them through shared memory: 15 barriers.
-    LANE: tl.constexpr = min(4, WORDS & -WORDS)
-    HALF: tl.constexpr = s.tile.numbers // s.fields // 2
-    word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
-    for field in tl.static_range(s.fields):
-        number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
-        if s.kind != "fp8b":  # its factor has what its numbers lack
-            number = finish(number, factor, s.kind, DTYPE)
-        if s.kind == "int4":
-            number = finish_int4(number, weights, DTYPE)
-        number, place = number.to(DTYPE), y + row * s.width
-        if s.own_order:
-            first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
-            place += _number_of_word(word, field, s)
-            stored = (word < s.width // (2 * s.fields)) & (n < s.out)
-            tl.store(tl.max_contiguous(place, [1, LANE]), first, mask=stored)
-            tl.store(tl.max_contiguous(place + NEXT, [1, LANE]), second, mask=stored)
-        else:
-            place += number_of_field(unit, field, s)
-            tl.store(place, number, mask=inside & (n < s.out))
+    if s.own_order and s.tile.numbers % s.group == 0:
+        # Stored field by field, runs of a few numbers would be parts of sectors: q4_k and mxfp4
+        # would take four times as long.
+        number = start + tl.arange(0, s.tile.numbers)[None, :]
+        stored = (number < s.width) & (n < s.out)
+        own = _in_own_order(numbers, factor, weights, s, DTYPE)
+        tl.store(y + row * s.width + number, own, mask=stored)
+    else:
+        # Fields of a word are WORDS numbers apart, since a group has these many words.
+        WORDS: tl.constexpr = s.group // (2 * s.fields)
+        HALF: tl.constexpr = s.tile.numbers // s.fields // 2
+        word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
+        for field in tl.static_range(s.fields):
+            number = _finished_field(numbers, factor, weights, field, s, DTYPE)
+            place = y + row * s.width
+            if s.own_order:
+                first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
+                place += word // WORDS * s.group + field * WORDS + word % WORDS
+                stored = (word < s.width // (2 * s.fields)) & (n < s.out)
+                tl.store(place, first, mask=stored)
+                tl.store(place + s.fields * WORDS, second, mask=stored)
+            else:
+                place += number_of_field(unit, field, s)
+                tl.store(place, number, mask=inside & (n < s.out))
 
 
 def multiply_unpacked(
