@@ -279,10 +279,10 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    Rows of expert e end before group_ends[e]; None: the weight is dense, and E is 1. parts: tensors
-    of a packed weight [E, out, ...] of this kind, bits and group; the numbers of x are then in the
-    order of `Format.grouped_order`. For kind "plain", codes are weights of x's dtype and bits is 16
-    or 32.
+    Rows of expert e end before group_ends[e]; None: the weight is dense, and E is 1. parts: a
+    packed weight [E, out, ...] of this kind, bits and group; the numbers of x are then in the order
+    of `Format.grouped_order`. For kind "plain", codes are weights of x's dtype and bits is 16 or
+    32.
 
     pairs, integers [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies
     tokens for each expert.

@@ -343,7 +343,7 @@ def _finished_field(
 def _in_own_order(numbers, factor, weights, s: tl.constexpr, DTYPE: tl.constexpr):
     """Return all fields of whole groups as weights in the order of x [BN, BK]."""
     BN: tl.constexpr = s.tile.outputs
-    WORDS: tl.constexpr = s.group // (2 * s.fields)  # of a group, whose fields are WORDS apart
+    WORDS: tl.constexpr = s.group // (2 * s.fields)  # a group has these; its fields are WORDS apart
     GROUPS: tl.constexpr = s.tile.numbers // s.group
     given = numbers, factor, weights
     if s.fields == 2:
