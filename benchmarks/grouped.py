@@ -1,9 +1,12 @@
 """Speed of a prompt's experts: pairs by expert, w13 with its activation, and w2.
 
     python benchmarks/grouped.py --tokens 512 2048
+    python benchmarks/grouped.py --tokens 256 --dense 5120x2048 2048x4096
 
 Times one layer for a number of tokens with random experts, and checks results. PyTorch's forms
 stand beside the kernels: sorted pairs, and for plain weights gather, grouped_mm and activation.
+--dense times dense weights instead, of which L2 holds none: by the kernel, with its x in order;
+unpacked, then by the library; and the library alone.
 Other tiles than the kernel's own: `--rows 64 128` and so on time every combination, best first.
 They are compiled side by side.
 TFLOP/s count the multiplications and additions of the products alone.
@@ -24,7 +27,8 @@ from benchmarks.cuda_timing import graph_seconds, require_gpu
 from benchmarks.one_layer import random_experts
 from cli.parser import Parser
 from formats import FORMATS, PLAIN
-from formats.packed import Packed
+from formats.packed import Packed, column_order
+from formats.quantizer import pack_weight
 from model import ExpertLinear, Experts, ModelArgs, group_by_expert
 from models.random_weights import architecture
 from ops.compile_ahead import collect
@@ -32,11 +36,12 @@ from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import gpu_of
 from ops.products.prompt import choose_prompt_tile, grouped_gemm
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
-from ops.products.prompt_weights import PromptTile
+from ops.products.prompt_weights import PromptTile, multiply_unpacked
 from runtime.compile_ahead import compile_ahead
 
 TILE = tuple(field.name for field in fields(PromptTile))
 REPEATS = 5
+DENSE_BYTES = 256 << 20  # of copies of a dense weight in 16 bits: five times what L2 holds
 
 
 class Result(NamedTuple):
@@ -127,6 +132,59 @@ def measure_product(product: Product, changes: Sequence[dict]) -> list[Result]:
     return sorted(found, key=lambda result: result.seconds)
 
 
+def dense_forms(
+    mode: str, shape: tuple[int, int], tokens: int, changes: Sequence[dict]
+) -> dict[str, Callable[[int], Tensor]]:
+    """Return how a dense weight [out, in] may be multiplied: functions of a copy's number."""
+    (out, width), device = shape, torch.device("cuda")
+    format, group = FORMATS[mode], FORMATS[mode].default_group(width)
+    plain = torch.randn(1, out, width, device=device) / width**0.5
+    one = pack_weight(plain, {"format": mode, "group_size": group}, device, iterations=0)
+    plain = format.unpack(one, group)[0].bfloat16()
+    copies = -(-DENSE_BYTES // plain.nbytes)
+    parts = [{name: part.clone() for name, part in one.items()} for _ in range(copies)]
+    weights = [plain.clone() for _ in range(copies)]
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+    columns = column_order(mode, group, width, device)
+    given, ordered = (format.kind, format.bits, group), gather_rows(x, None, 1, columns)
+    own = choose_prompt_tile(tokens, 1, format.bits, width, format.kind, group)
+    forms = {
+        "unpacked": lambda n: multiply_unpacked(x, parts[n], *given, own_order=True),
+        "library, 16 bits": lambda n: F.linear(x, weights[n]),
+        "x in order": lambda n: gather_rows(x, None, 1, columns),
+    }
+    for change in changes:
+        tile = replace(own, **change)
+        forms[str(tile)] = lambda n, tile=tile: grouped_gemm(
+            ordered, None, parts[n], *given, tile=tile
+        )
+    return forms
+
+
+def print_dense(
+    mode: str, shape: tuple[int, int], tokens: int, forms: dict[str, Callable], best: int
+) -> None:
+    """Print the times of the forms, the fastest first, and whether their results are alike."""
+    want, found = forms["library, 16 bits"](0).float(), []
+    copies = range(-(-DENSE_BYTES // (2 * shape[0] * shape[1])))
+    for name, form in forms.items():
+        try:
+            got = form(0).float()
+            error = (
+                (got - want).norm() / want.norm() if got.shape == want.shape else got.new_zeros(1)
+            )
+            found.append((graph_seconds(form, copies, REPEATS), error.item(), name))
+        except Exception as problem:  # too little shared memory, or too few registers
+            print(f"{name}: {str(problem).splitlines()[0]:.80}", flush=True)
+    for seconds, error, name in sorted(found)[: best + 3]:
+        flops = 2 * tokens * shape[0] * shape[1] / seconds / 1e12
+        print(
+            f"{tokens:6} tokens {mode:5} {shape[0]}x{shape[1]} {seconds * 1e6:8.2f} us "
+            f"{flops:5.0f} TFLOP/s  error {error:.1e}  {name}",
+            flush=True,
+        )
+
+
 def print_grouping(indices: Tensor, n_expert: int) -> None:
     """Time the pairs' order by expert, experts int64 [T, A]."""
     forms = {"kernels": group_pairs, "PyTorch": group_by_expert}
@@ -158,17 +216,31 @@ def measure(
     args: ModelArgs, mode: str, options: argparse.Namespace, changes: Sequence[dict]
 ) -> None:
     """Print the results of a mode."""
+    gpu = gpu_of(torch.device("cuda"))
+    if options.dense:
+        cases = [(mode, shape, N) for shape in options.dense for N in options.tokens]
+        forms = [dense_forms(*case, changes) for case in cases]
+        calls = [form for case in forms for form in case.values()]
+        compile_ahead(collect(lambda: [call(0) for call in calls]), gpu)
+        for case, own in zip(cases, forms, strict=True):
+            print_dense(*case, own, options.best)
+        return
     experts, found = random_experts(args, mode), []
     for tokens in options.tokens:
         indices = torch.rand(tokens, args.n_expert, device="cuda").topk(args.n_active).indices
         found.append((tokens, indices, products_of(experts, mode, indices)))
     calls = [call for *_, both in found for p in both for call in p.forms(changes).values()]
-    compile_ahead(collect(lambda: [call() for call in calls]), gpu_of(torch.device("cuda")))
+    compile_ahead(collect(lambda: [call() for call in calls]), gpu)
     for tokens, indices, products in found:
         print_grouping(indices, args.n_expert)
         for product in products:
             for result in measure_product(product, changes)[: options.best]:
                 print(f"{tokens:6} tokens {result}", flush=True)
+
+
+def read_shape(text: str) -> tuple[int, int]:
+    out, width = map(int, text.split("x"))
+    return out, width
 
 
 def build_parser() -> Parser:
@@ -183,6 +255,7 @@ def build_parser() -> Parser:
     add("--arch", default="Mixtral-8x7B")
     add("--tokens", type=int, nargs="+", default=[512, 2048])
     add("--mode", action="append", choices=(PLAIN, *FORMATS), help="repeatable; default: all")
+    add("--dense", type=read_shape, nargs="+", metavar="OUTxIN", help="dense weights instead")
     add("--best", type=int, default=2, metavar="N", help="print the best N of each")
     for name in TILE:
         add(f"--{name}", type=int, nargs="+", help="see ops.products.prompt_weights.PromptTile")

@@ -23,9 +23,9 @@ from ops.inductor import custom_op, materialize
 from ops.launch import can_launch, try_kernels
 from ops.products.gemv import dot4, dot4_supports
 from ops.products.prompt import GROUPED, grouped_gemm, grouped_mm
-from ops.products.prompt_rows import gather_rows
+from ops.products.prompt_rows import in_order
 from ops.products.prompt_weights import multiply_unpacked, unpacks_first
-from ops.products.weights import BITS, GGUF, Weight, packed_weight
+from ops.products.weights import BITS, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
@@ -52,7 +52,7 @@ class Implementation(NamedTuple):
     run:
         TOKEN   (weight, x [..., in], expert_indices [T, A] or None) -> fp32 [..., out]
         GATED   (weight, x [T, in], expert_indices [T, A], activation) -> [T, A, out / 2]
-        ROWS    (x [N, in], group_ends int32 [E], parts, format, group) -> [N, out]
+        ROWS    (x [N, in], group_ends int32 [E] or None, parts, format, group) -> [N, out]
     """
 
     name: str
@@ -139,10 +139,10 @@ class Packed(nn.Module):
         """
         return choose(self.request(TOKEN, x)).run(self, x, expert_indices)
 
-    def multiply_rows(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
+    def multiply_rows(self, x: Tensor, group_ends: Tensor | None) -> Tensor:
         """x [N, in], rows sorted by expert, group_ends int32 [E] -> [N, out], without the bias.
 
-        dense: the weight is [out, in], of one expert.
+        None: the weight is [out, in], and x [..., in] -> [N, out].
         """
         if torch.compiler.is_compiling():  # else the check would import SymPy, which takes 0.3 s
             # Make `in` a constant where Dynamo takes all of a prompt's sizes for symbols: it would
@@ -153,13 +153,13 @@ class Packed(nn.Module):
             if torch.compiler.is_compiling() or not can_launch(x, "_gather_rows"):
                 x = FORMATS[self.format].grouped_order(x, self.group)
             else:
-                x = gather_rows(x, None, 1, self.column_order(x))
-        return self.multiply_ordered(x, group_ends, dense)
+                x = in_order(x, self.column_order(x))
+        return self.multiply_ordered(x.flatten(0, -2), group_ends)
 
     def unpacks(self, x: Tensor) -> bool:
         """Whether a dense weight is unpacked for rows x [N, in], which keep their order."""
         kind = FORMATS[self.format].kind
-        if kind is None or kind in GGUF or x.element_size() != 2 or torch.compiler.is_compiling():
+        if kind is None or x.element_size() != 2 or torch.compiler.is_compiling():
             return False
         if not unpacks_first(len(x), len(self.codes), kind):
             return False
@@ -181,9 +181,11 @@ class Packed(nn.Module):
         weight = self.parts(), format.kind, format.bits, self.group
         return grouped_gemm(x, group_ends, *weight, **rows)
 
-    def multiply_ordered(self, x: Tensor, group_ends: Tensor, dense: bool = False) -> Tensor:
+    def multiply_ordered(self, x: Tensor, group_ends: Tensor | None) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""
-        parts = [part.unsqueeze(0) if dense else part for part in self.parts().values()]
+        parts = list(self.parts().values())
+        if group_ends is None:
+            parts = [part.unsqueeze(0) for part in parts]
         return grouped_packed(x, group_ends, parts, self.format, self.group)
 
 
@@ -198,14 +200,13 @@ class PackedLinear(Packed):
             if self.unpacks(rows):
                 y = try_kernels(use, self.unpack_first, self.multiply_all, rows)
             else:
-                y = self.multiply_all(rows)
+                y = self.multiply_all(x)
             y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias
 
     def multiply_all(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, out]: all are rows of one expert."""
-        group_ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        return self.multiply_rows(x, group_ends, dense=True)
+        """x [..., in] -> [N, out], by the implementation for many rows."""
+        return self.multiply_rows(x, None)
 
     def unpack_first(self, x: Tensor) -> Tensor:
         """`multiply_all` for rows that `unpacks` takes. Raises KernelError if it cannot run."""
@@ -287,10 +288,11 @@ def add_bias(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
 
 @custom_op("moe_fast::grouped_packed")
 def grouped_packed(
-    x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int
+    x: Tensor, group_ends: Tensor | None, parts: list[Tensor], format: str, group: int
 ) -> Tensor:
     """x [N, in], group_ends int32 [E], parts of [E, out, in] in the layout's order -> [N, out].
 
+    Without group_ends E is 1.
     x is in the order that the chosen implementation wants (`Implementation.reorders_x`).
     """
     spec = FORMATS[format]
@@ -301,7 +303,7 @@ def grouped_packed(
 
 
 @grouped_packed.register_fake
-def _(x: Tensor, group_ends: Tensor, parts: list[Tensor], format: str, group: int) -> Tensor:
+def _(x: Tensor, group_ends: Tensor | None, parts: list[Tensor], format: str, group: int) -> Tensor:
     return x.new_empty(x.shape[0], parts[0].shape[1])
 
 
@@ -357,24 +359,28 @@ def gated_split(
     return weight.activate(gate, up, expert_indices, activation).to(x.dtype)
 
 
-def rows_kernel(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
+def rows_kernel(
+    x: Tensor, group_ends: Tensor | None, parts: Parts, format: Format, group: int
+) -> Tensor:
     """x is in the format's grouped order."""
     use = f"{GROUPED} of {format.name}"
     return try_kernels(use, rows_grouped, rows_reordered, x, group_ends, parts, format, group)
 
 
-def rows_grouped(x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int) -> Tensor:
-    """`multiply_rows` by a kernel. A dense weight, of one expert, may be unpacked instead."""
+def rows_grouped(
+    x: Tensor, group_ends: Tensor | None, parts: Parts, format: Format, group: int
+) -> Tensor:
+    """`multiply_rows` by a kernel. A dense weight may be unpacked instead."""
     weight = parts, format.kind, format.bits, group
     kernel = partial(grouped_gemm, x, group_ends, *weight)
-    unpacks = unpacks_first(len(x), parts["codes"].shape[1], format.kind)
-    if len(group_ends) > 1 or not unpacks or x.element_size() != 2:
+    is_dense = group_ends is None and x.element_size() == 2
+    if not is_dense or not unpacks_first(len(x), parts["codes"].shape[1], format.kind):
         return kernel()
     return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 
 
 def rows_reordered(
-    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+    x: Tensor, group_ends: Tensor | None, parts: Parts, format: Format, group: int
 ) -> Tensor:
     """`rows_by_expert` for x in the format's grouped order."""
     order = format.grouped_order(torch.arange(x.shape[1], device=x.device), group)
@@ -382,7 +388,7 @@ def rows_reordered(
 
 
 def rows_unpacked(
-    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+    x: Tensor, group_ends: Tensor | None, parts: Parts, format: Format, group: int
 ) -> Tensor:
     """Unpack all experts, in x's dtype: for a moment that takes the memory that packing saved.
 
@@ -390,15 +396,16 @@ def rows_unpacked(
     """
     each = range(parts["codes"].shape[0])
     weight = torch.stack([unpack_expert(parts, e, format, group).to(x.dtype) for e in each])
-    return grouped_mm(x, weight, group_ends)
+    return F.linear(x, weight[0]) if group_ends is None else grouped_mm(x, weight, group_ends)
 
 
 def rows_by_expert(
-    x: Tensor, group_ends: Tensor, parts: Parts, format: Format, group: int
+    x: Tensor, group_ends: Tensor | None, parts: Parts, format: Format, group: int
 ) -> Tensor:
     """Unpack one expert at a time, of those that have rows."""
     y, start = x.new_empty(x.shape[0], parts["codes"].shape[1]), 0
-    for expert, end in enumerate(group_ends.tolist()):
+    ends = [len(x)] if group_ends is None else group_ends.tolist()
+    for expert, end in enumerate(ends):
         if end > start:
             weight = unpack_expert(parts, expert, format, group).to(x.dtype)
             y[start:end] = F.linear(x[start:end], weight)

@@ -123,8 +123,7 @@ class Kernel(triton.JITFunction if triton else object):
         except Exception as error:
             if has_failed_on_gpu(error):
                 raise
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise KernelError(self.__name__, first) from error
+            raise KernelError(self.__name__, first_line(error)) from error
 
     def remember(self, key: tuple, code, count: int) -> None:
         """Keep compiled code for `launch_again`. count: of arguments before the settings.
@@ -178,6 +177,10 @@ def without_memory(arg, specialized: bool = True):
         parts = map(without_memory, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     return arg
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def has_failed_on_gpu(error: Exception) -> bool:

@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import AddNorm, Block, Chunk, Context, Experts, KVCache, Linear, RMSNorm, Transformer
+from model import (
+    AddNorm,
+    Block,
+    Chunk,
+    Context,
+    Experts,
+    KVCache,
+    Linear,
+    MoE,
+    RMSNorm,
+    Transformer,
+)
 from ops.attention.prompts import HEAD_DIMS, Places, attend_prompt, attends_prompt, prompt_heads
 from ops.attention.prompts import KERNELS as HEADS
 from ops.attention.recurrent_parts import gate_prompt_heads
@@ -23,11 +34,19 @@ from ops.launch import can_launch
 from ops.plain.attention import attend_chunk
 from ops.plain.ring import past_of_chunk, ring_of
 from ops.products.fixed_join import NextNorm, fixed_join
-from ops.products.join import Added
+from ops.products.join import NOTHING, Added
 from ops.products.prompt import grouped_gemm, grouped_mm, prefers_kernel
-from ops.products.prompt_rows import KERNELS, activate_rows, combine_rows, gather_rows, group_pairs
+from ops.products.prompt_rows import (
+    KERNELS,
+    PairResults,
+    activate_rows,
+    combine_rows,
+    gather_rows,
+    group_pairs,
+    in_order,
+)
 from ops.products.routing import route
-from runtime.fused_attention import FusedDecodeAttention
+from runtime.fused_attention import FusedDecodeAttention, projections_of
 from runtime.fused_head import FusedHead
 from runtime.fused_layer import FusedExperts, FusedFeedForward, FusedLayer
 from runtime.plain_forms import settings_of, undeclared
@@ -58,7 +77,7 @@ class ExpertRows:
 
     def __init__(self, module: nn.Module):
         self.module, self.bias = module, getattr(module, "bias", None)
-        self.packed = hasattr(module, "column_order")
+        self.packed, self.width = hasattr(module, "column_order"), getattr(module, "width", None)
 
     def columns(self, like: Tensor) -> Tensor | None:
         """Return the order in which the product reads its x, as of `gather_rows`."""
@@ -101,7 +120,7 @@ class DenseRows:
         self.linear = linear
 
     def columns(self, like: Tensor) -> Tensor | None:
-        """As of `ExpertRows`."""
+        """As of `ExpertRows`; like [T, in]."""
         linear = self.linear
         if not hasattr(linear, "column_order") or linear.unpacks(like):
             return None
@@ -111,22 +130,19 @@ class DenseRows:
         """x [T, in] in the order of `columns` -> [T, out]."""
         if self.columns(x) is None:
             return project(self.linear, x)
-        group_ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-        return self.linear.multiply_ordered(x, group_ends, dense=True)
+        return self.linear.multiply_ordered(x, None)
 
 
 class SharedExpert:
     """A shared expert for a prompt's chunk, without its gate."""
 
     def __init__(self, ffn: nn.Module, activation: Activation):
-        self.w13, self.w2, self.activation = DenseRows(ffn.w13), DenseRows(ffn.w2), activation
+        self.w13, self.w2, self.activation = ffn.w13, DenseRows(ffn.w2), activation
 
-    def forward(self, x: Tensor, ordered: Tensor, columns: Tensor | None) -> Tensor:
-        """x [T, D] -> [T, D]. ordered: x in the order of `columns`."""
-        own = self.w13.columns(x)
-        if own is not columns:
-            ordered = x if own is None else gather_rows(x, None, 1, own)
-        both = self.w13.multiply(ordered)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [1, T, D] -> [T, D]."""
+        both = project(self.w13, x)[0]
+        x = x[0]
         return self.w2.multiply(activate_rows(both, self.activation, columns=self.w2.columns(x)))
 
 
@@ -153,6 +169,8 @@ class PromptLayer:
                 self.shared = SharedExpert(shared, self.activation)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
+        # What reads a norm's result, by the norm's id: `PromptRunner` knows all blocks' norms.
+        self.readers: dict[int, ExpertRows | DenseRows] = {}
 
     @property
     def takes_positions(self) -> bool:
@@ -215,13 +233,14 @@ class PromptLayer:
         return q, *(kv if past is None else torch.cat((past, kv), 2)).unbind()
 
     def run_ffn(
-        self, x: Tensor, last: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Do what the FFN does: normed x [T, D] -> y, expert_indices, expert_weights [T, A].
+        self, normed: Tensor, last: Tensor | None
+    ) -> tuple[Tensor | PairResults, Tensor | None, Tensor | None]:
+        """Do what the FFN does: normed [1, T, D] -> y, expert_indices, expert_weights [T, A].
 
+        y may be results of pairs, whose sum is left to the kernel that adds it to the residual.
         last: as of `Context`. Experts do not compute padding, whose y is any finite one.
         """
-        ffn = self.block.ffn
+        ffn, x = self.block.ffn, normed.flatten(0, 1)
         if self.is_dense:
             hidden = activate_rows(project(ffn.w13, x), self.activation)
             return project(ffn.w2, hidden), None, None
@@ -233,33 +252,52 @@ class PromptLayer:
         order, places, group_ends = group_pairs(indices, ffn.experts.n_expert, last)
         results = dict(activation=self.activation, columns=w2.columns(given))
         columns = w13.columns(given)
-        ordered = given if columns is None else gather_rows(given, None, 1, columns)
+        ordered = given
+        if columns is not None:
+            ordered = in_order(normed if given is x else given, columns)
         hidden = w13.activate(ordered, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         rows = parts, places, indices, weights, w2.bias
-        if self.shared is None:
+        if self.shared is not None:
+            gate = None if self.gate is None else (x, self.gate.weight)
+            rows = *rows, self.shared.forward(normed), gate
+        elif type(ffn).merge is not MoE.merge:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
-        shared = self.shared.forward(x, *((ordered, columns) if given is x else (x, None)))
-        gate = None if self.gate is None else (x, self.gate.weight)
-        return combine_rows(*rows, shared, gate), indices, weights
+        return PairResults(*rows), indices, weights
 
-    def add(self, n: int, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """`AddNorm` number n of the block."""
-        added = self.sums[n]
-        if undeclared(norm, RMSNorm) or added.branch_norms:
+    def first_product(self) -> ExpertRows | DenseRows:
+        """Return the product that reads the norm before attention."""
+        (name, *_), _ = projections_of(self.block.attention)
+        return DenseRows(getattr(self.block.attention, name))
+
+    def add(
+        self, n: int, x: Tensor, y: Tensor | PairResults, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """`AddNorm` number n of the block. The norm is stored in its reader's order, too."""
+        added, is_plain = self.sums[n], not undeclared(norm, RMSNorm)
+        if isinstance(y, PairResults) and not (is_plain and added.norm is None):
+            y = combine_rows(*y)
+        if not is_plain or added.branch_norms:
             return self.adds[n](x, y, norm)
-        y, after = y.view_as(x), NextNorm(norm.weight, None, norm.eps)
+        after = NextNorm(norm.weight, None, norm.eps)
+        columns = None
+        if reader := self.readers.get(id(norm)):
+            columns = reader.columns(x.flatten(0, -2))
         if added.norm is None:
-            return fixed_join(x, Added(y=y), after, scale=added.scale)[:2]
+            options = dict(scale=added.scale, columns=columns)
+            if isinstance(y, PairResults):
+                return fixed_join(x, NOTHING, after, pairs=y, **options)[:2]
+            return fixed_join(x, Added(y=y.view_as(x)), after, **options)[:2]
+        y = y.view_as(x)
         if added.norm.eps != norm.eps:
             return self.adds[n](x, y, norm)
         branch = Added(y=y.unsqueeze(0), norm=added.norm.weight, scalar=added.scalar)
-        return fixed_join(x, branch, after)[:2]
+        return fixed_join(x, branch, after, columns=columns)[:2]
 
     def forward(self, x: Tensor, normed: Tensor, context: Context, next_norm: nn.Module):
         """`Block.forward` of a chunk."""
         x, h = self.add(0, x, self.attend(normed, context), self.block.ffn_norm)
-        y, *routing = self.run_ffn(h.flatten(0, 1), context.last)
+        y, *routing = self.run_ffn(h, context.last)
         return *self.add(1, x, y, next_norm), *routing
 
 
@@ -276,6 +314,14 @@ class PromptRunner(EagerRunner):
                     self.layers[id(block)] = PromptLayer(block, fused[id(block)])
             except ValueError:
                 continue
+        readers = {}
+        for layer in self.layers.values():
+            readers[id(layer.block.attention_norm)] = layer.first_product()
+            # Experts of another width have an x of their own.
+            if layer.resident and layer.w13.width == model.args.dim:
+                readers[id(layer.block.ffn_norm)] = layer.w13
+        for layer in self.layers.values():
+            layer.readers = readers
 
     @property
     def runs_long_chunks(self) -> bool:

@@ -16,6 +16,7 @@ from ops.attention.prompts import Places, attend_prompt, prompt_heads
 from ops.declared import Activation
 from ops.plain.attention import attend_chunk
 from ops.plain.ring import append_chunk
+from ops.products import fixed_join
 from ops.products.prompt import grouped_gemm
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
 from ops.products.prompt_weights import PromptTile, multiply_unpacked
@@ -50,6 +51,7 @@ def prompt_errors(
             torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
             stack.callback(torch.use_deterministic_algorithms, False)
             stack.enter_context(as_on_a_gpu())
+            stack.enter_context(mock.patch.object(fixed_join, "can_launch", lambda x: True))
         for by_kernels in (False, True):
             for state in model.states:
                 state.reset()
@@ -64,7 +66,7 @@ def prompt_errors(
                 own = runner.layers.values()
                 assert not positions or all(layer.takes_positions for layer in own)
             logits, row = [], torch.tensor([0], device=device)
-            # On a GPU dense packed weights of the second chunk are unpacked (MANY_ROWS).
+            # On a GPU dense packed weights of the second chunk are unpacked (`unpacks_first`).
             for begin, end in ((0, 40), (40, 73 if device == "cpu" else 121)):
                 tokens = torch.arange(begin, end, device=device).unsqueeze(0) * 7 % 32
                 options, count = dict(all_positions=True, runner=runner), end - begin
@@ -114,20 +116,24 @@ def reorders_rows(format: str) -> bool:
     return gather_rows(x, None, 1, columns).equal(want) and some.equal(want[pairs // 2])
 
 
-def unpacking_error(
-    format: str, dtype: torch.dtype = torch.float16, own_order: bool = False
+def dense_error(
+    format: str, form: str, dtype: torch.dtype = torch.float16, group: int | None = None
 ) -> float:
-    """Compare the product of a dense weight that `_unpack` unpacks with one of `Format.unpack`.
+    """Compare the product of a packed dense weight with one of `Format.unpack`.
 
-    own_order: with x as it is.
+    form: "decoded" by `_grouped`; "unpacked" by `_unpack`, or "own order", with x as it is.
     """
     out, width, own = 40, 768, FORMATS[format]
-    group = own.default_group(width)
+    group = own.choose_group(width, group)
     spec = {"format": format, "group_size": group}
     parts = pack_weight(torch.randn(1, out, width), spec, torch.device("cpu"))
-    x = torch.randn(5, width).to(dtype)
-    ordered = x if own_order else own.grouped_order(x, group)
-    got = multiply_unpacked(ordered, parts, own.kind, own.bits, group, own_order)
+    x = torch.randn(70, width).to(dtype)  # rows of two tiles
+    own_order = form == "own order"
+    ordered, weight = x if own_order else own.grouped_order(x, group), (own.kind, own.bits, group)
+    if form == "decoded":
+        got = grouped_gemm(ordered, None, parts, *weight)
+    else:
+        got = multiply_unpacked(ordered, parts, *weight, own_order)
     want = x.double() @ own.unpack(parts, group)[0].double().T
     return ((got.double() - want).norm() / want.norm()).item()
 

@@ -10,6 +10,7 @@ CHECK_BOUNDS=1 every address is checked, too.
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,18 +23,21 @@ from formats import FORMATS
 from model import Chunk, Context, KVCache
 from models.layers.short_conv import ShortConv
 from ops.declared import RELU_SQUARED, SWIGLU, Activation
+from ops.products.fixed_join import NextNorm, fixed_join
+from ops.products.join import NOTHING, Added
+from ops.products.prompt_rows import PairResults, combine_rows, in_order
 from ops.products.prompt_weights import PromptTile
 from tests import interpreter
 from tests.kernels_without_gpu import plain_error
 from tests.moe_kernels_without_gpu import layer_errors
 from tests.prompts_without_gpu import (
     attention_error,
+    dense_error,
     groups_pairs,
     product_error,
     prompt_errors,
     reorders_rows,
     stores_in_ring,
-    unpacking_error,
 )
 from tests.token_draw_without_gpu import run as draw
 
@@ -195,6 +199,35 @@ def test_rows_are_put_into_the_order_of_a_product(format):
     assert reorders_rows(format)
 
 
+@pytest.mark.parametrize("D", (64, 80))
+def test_a_norm_is_stored_in_the_order_of_its_reader(D):
+    x, columns = torch.randn(1, 5, D), torch.randperm(D).int()
+    after = NextNorm(torch.randn(D), None, 1e-5)
+    with mock.patch("ops.products.fixed_join.can_launch", lambda x: True):
+        _, normed, _ = fixed_join(x, Added(y=x), after, columns=columns)
+    known, ordered = normed.ordered
+    assert known is columns and ordered.equal(normed[0][:, columns])
+    assert in_order(normed, columns) is ordered
+    assert in_order(normed, columns.clone()).equal(ordered)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_pairs_are_combined_where_they_are_added(shared):
+    """The same bits as the sum of pairs by a kernel of its own: with biases, or a shared expert."""
+    T, A, D, E = 5, 2, 80, 3
+    x, order = torch.randn(1, T, D).half(), torch.randperm(T * A).int()
+    pairs = [torch.randn(T * A, D).half(), order, torch.randint(E, (T, A)), torch.rand(T, A)]
+    if shared:
+        pairs += [None, torch.randn(T, D).half(), (x[0], torch.randn(1, D).half() / 9)]
+    else:
+        pairs += [torch.randn(E, D).half()]
+    after = NextNorm(torch.randn(D).half(), None, 1e-5)
+    with mock.patch("ops.products.fixed_join.can_launch", lambda x: True):
+        want = fixed_join(x, Added(y=combine_rows(*pairs).view_as(x)), after, scale=0.5)
+        got = fixed_join(x, NOTHING, after, scale=0.5, pairs=PairResults(*pairs))
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize(
     ("format", "tile", "activation"),
     (
@@ -223,12 +256,22 @@ def test_a_prompts_product_of_tokens(format, tile, activation):
     ],
 )
 def test_a_dense_weight_is_unpacked_for_the_library(format):
-    assert unpacking_error(format) < 1e-3
+    assert dense_error(format, "unpacked") < 1e-3
 
 
-@pytest.mark.parametrize("format", ("int4", "fp8b", "nvfp4", "hqq3"))
-def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
-    assert unpacking_error(format, own_order=True) < 1e-3
+OWN_ORDER = "int4", "fp8b", "nvfp4", "hqq3", "hqq2", "q4_k", "q6_k", "q8_0", "int8", "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("format", "group"), (*((name, None) for name in OWN_ORDER), ("int4", 8), ("int4", 32))
+)
+def test_a_dense_weight_is_unpacked_in_the_order_of_x(format, group):
+    assert dense_error(format, "own order", group=group) < 1e-3
+
+
+@pytest.mark.parametrize("format", ("int4", "mxfp4", "nvfp4", "hqq4", "q4_k", "q6_k"))
+def test_a_dense_weight_is_decoded_by_the_product(format):
+    assert dense_error(format, "decoded") < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -236,6 +279,7 @@ def test_a_dense_weight_is_unpacked_in_the_order_of_x(format):
     (
         (33, 1, 3, 0),
         (33, 1, 3, 32),
+        (300, 8, 128, 77),  # counted by each program, in two reads
         (700, 8, 300, 0),  # 44 chunks, whose counts are read in three parts; 32 pairs at once
         (700, 8, 300, 77),
         pytest.param(33000, 2, 4, 0, marks=pytest.mark.slow),  # chunks of more than 128 pairs

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ops.launch import can_launch, launch
 from ops.products.join import Added, Join, Results, Router, join_tokens
+from ops.products.prompt_rows import PairResults, checked_pairs, combine_rows, keep_order
 
 
 class NextNorm(NamedTuple):
@@ -31,26 +32,45 @@ def scores_of(normed: Tensor, router: Tensor | None) -> Tensor:
 
 
 def fixed_join(
-    x: Tensor, added: Added, norm: NextNorm, router: Tensor | None = None, scale: float = 1.0
+    x: Tensor,
+    added: Added,
+    norm: NextNorm,
+    router: Tensor | None = None,
+    scale: float = 1.0,
+    columns: Tensor | None = None,
+    pairs: PairResults | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add results to x [..., D], norm the sum and compute router scores from it.
 
-    added: y like x, times scale; with a norm branches y [B, ..., D]. router [E, D] gives scores
-    [T, E]; None gives [0]. Return the sum, the norm and the scores: all GPUs of one kind give the
-    same bits. cuBLAS computes scores: it chooses its kernels by shapes alone, hence the same on all
-    ranks.
+    added: y like x, times scale; with a norm branches y [B, ..., D]. pairs: those whose sum is y.
+    router [E, D] gives scores [T, E]; None gives [0]. Return the sum, the norm and the scores: all
+    GPUs of one kind give the same bits. cuBLAS computes scores: it chooses its kernels by shapes
+    alone, hence the same on all ranks.
+
+    columns int32 [D]: `in_order` of the norm is then known.
     """
-    D, results, x = x.shape[-1], added.y, x.contiguous()
-    if x.shape != results.shape[int(added.norm is not None) :]:
+    D, x, by_kernel = x.shape[-1], x.contiguous(), can_launch(x) and norm.bias is None
+    if pairs is not None and not by_kernel:
+        added, pairs = Added(y=combine_rows(*pairs).view_as(x)), None
+    results = added.y
+    if results is not None and x.shape != results.shape[int(added.norm is not None) :]:
         raise ValueError(f"results {list(results.shape)} are not like x {list(x.shape)}")
-    if not can_launch(x) or norm.bias is not None:
-        return join_plainly(x, added, norm, router, scale)
-    tokens, branches = x.numel() // D, results.numel() // x.numel()
+    if not by_kernel:
+        return join_plainly(x, added, norm, router, scale)  # `in_order` computes it when asked
+    tokens, branches, active = x.numel() // D, 1, 0
+    if pairs is not None:
+        pairs = checked_pairs(*pairs)
+        active = pairs.weights.shape[1]
+    else:
+        branches, added = results.numel() // x.numel(), added._replace(y=results.contiguous())
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    added = added._replace(y=results.contiguous())
-    tensors = x, added, norm.weight, Router(), Results(normed, total)
-    s = Join(D, norm.eps, many=True, scale=scale, branches=branches)
+    ordered = None if columns is None else normed.new_empty(tokens, D)
+    results = Results(normed, total, ordered=ordered, columns=columns)
+    tensors = x, added, pairs, norm.weight, Router(), results
+    s = Join(D, norm.eps, many=True, scale=scale, branches=branches, active=active)
     launch(join_tokens, (1, tokens), *tensors, settings=s, warps=8)
+    if ordered is not None:
+        keep_order(normed, columns, ordered)
     return total, normed, scores_of(normed, router)
 
 

@@ -34,6 +34,7 @@ from ops.products.branches import (
     receive_sum,
 )
 from ops.products.few_x import UnitOrder, place_in_order
+from ops.products.prompt_rows import combine_token
 from ops.products.quantized_x import Layout, QuantizedX, empty_norm, store_quads
 from ops.products.routing import check_router
 from ops.products.weights import Weight
@@ -74,6 +75,8 @@ class Results(NamedTuple):
     total: Tensor | None = None  # [T, D]: the sum, rounded
     units: Tensor | None = None  # units of a `QuantizedX`
     plain: Tensor | None = None  # [T, D]: the norm, too, beside a `QuantizedX`
+    ordered: Tensor | None = None  # [T, D]: the norm, too, in the order of
+    columns: Tensor | None = None  # int32 [D]
     scores: Tensor | None = None  # [T, N], with a score_bias [T, 2, N]: `routing.ChoiceSettings`
     indices: Tensor | None = None  # int64 [T, A + S]: marked as not chosen yet, -1
 
@@ -97,6 +100,7 @@ class Join:
     early: bool = False  # the next kernel starts at once: a product, whose weights are then loaded
     normed: bool = True  # False: x is not normed here
     pairs: int = 0  # of `Results.indices`
+    active: int = 0  # pairs of a token, of which the sum is added
     scale: float = 1.0  # factor of what is added
     branches: int = 1
     messages: Messages | None = None
@@ -171,10 +175,11 @@ def _add_messages(memory, add, added, call, scale, factor, d, s: tl.constexpr):
 
 
 @jit
-def _add_results(x, y, added, scale, factor, d, s: tl.constexpr):
+def _add_results(x, y, added, pairs, scale, factor, d, s: tl.constexpr):
     """Return x plus y or the norm of branches there, fp32, and 1 / RMS of these.
 
-    y: where the token's begin; None: x alone. The others: as of `_add_messages`.
+    y: where the token's begin; None: the sum of its `pairs`, or x alone. The others: as of
+    `_add_messages`.
     """
     if added.norm is not None:
         stride = tl.num_programs(1).to(tl.int64) * s.D
@@ -183,7 +188,10 @@ def _add_results(x, y, added, scale, factor, d, s: tl.constexpr):
         return value, inverse
     else:
         value = tl.load(x + d, mask=d < s.D, other=0.0).to(tl.float32)
-        if y is not None:
+        if s.active:
+            own = combine_token(pairs, tl.program_id(1), d, s.D, s.block, s.active)
+            value += own.to(tl.float32) * s.scale
+        elif y is not None:
             value += tl.load(y + d, mask=d < s.D, other=0.0).to(tl.float32) * s.scale
         return value, 1.0
 
@@ -210,7 +218,7 @@ def _store_integers(raw, scales, factor, normed, units, dtype: tl.constexpr, s: 
 #
 # The result of a norm is rounded like what the norm reads: the next layer reads the rounded sum.
 @jit
-def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.constexpr):
+def join_tokens(x, added, pairs, norm, router, results, s: tl.constexpr, PDL: tl.constexpr):
     l: tl.constexpr = s.layout
     dtype: tl.constexpr = x.dtype.element_ty
     normed, units, scores, indices = results.normed, results.units, results.scores, results.indices
@@ -244,6 +252,8 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         scale = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
     if added.norm is not None:
         branch_scale = tl.load(added.norm + d, mask=inside, other=0.0).to(tl.float32)
+    if results.ordered is not None:
+        column = tl.load(results.columns + d, mask=inside, other=0)
     factor = tl.load(added.scalar).to(tl.float32) if added.scalar is not None else 1.0
     if added.memory is not None:
         add = tl.load(x + d, mask=inside, other=0.0)
@@ -263,7 +273,7 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         memory = added.memory + (call & 1) * s.messages.half
         value, inverse = _add_messages(memory, add, added, call, branch_scale, factor, d, s)
     else:
-        value, inverse = _add_results(x, y, added, branch_scale, factor, d, s)
+        value, inverse = _add_results(x, y, added, pairs, branch_scale, factor, d, s)
         if indices is not None:
             _clear_choice(indices, s)
         if l is not None:
@@ -294,6 +304,8 @@ def join_tokens(x, added, norm, router, results, s: tl.constexpr, PDL: tl.conste
         tl.store(normed + place_in_order(d, s.order), value, mask=_stores(d, s))
     if results.plain is not None:
         tl.store(results.plain + at + d, value, mask=_stores(d, s))
+    if results.ordered is not None:
+        tl.store(results.ordered + at + d, tl.gather(value, column, 0), mask=inside)
     if added.memory is not None:
         count_call(added.calls, call, s.messages)
 
@@ -382,7 +394,7 @@ def norm_router(
         **messages,
     )
     grid = (programs,) if T == 1 else (programs, T)
-    tensors = x, added, before.norm, Router(before.rows, before.bias, of_experts), results
+    tensors = x, added, None, before.norm, Router(before.rows, before.bias, of_experts), results
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return normed, scores
 
@@ -396,7 +408,7 @@ def norm_tokens(
     """
     normed, (T, D) = torch.empty_like(x), x.shape
     groups = 1 if norm is None else norm.numel() // D
-    tensors = x, added, norm, Router(), Results(normed, total)
+    tensors = x, added, None, norm, Router(), Results(normed, total)
     s = Join(D, eps, many=True, groups=groups, early=True)
     launch(join_tokens, (1, T), *tensors, settings=s, warps=8)
     return normed
@@ -418,6 +430,6 @@ def add_branch(
         s = replace(s, messages=inbox.sizes)
     if added.norm is None:
         s, grid, warps = replace(s, many=False, part=PART, early=True), (cdiv(D, PART),), 1
-    tensors = x, added, None, Router(), Results(total=total)
+    tensors = x, added, None, None, Router(), Results(total=total)
     launch(join_tokens, grid, *tensors, settings=s, warps=warps)
     return total

@@ -59,20 +59,25 @@ GROUPED = "grouped GEMM"  # begins the names by which `try_kernels` knows uses o
 
 
 @jit
-def _find_rows(tile, group_ends, s: tl.constexpr):
+def _find_rows(tile, group_ends, N, s: tl.constexpr):
     """Return a tile's expert, its first row of x, and the end of the expert's rows.
+
+    Without group_ends one expert has all N rows.
 
     Expert e has the tiles from starts[e] // BM + e on, as many as its rows may need: the next
     expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
     one tile an expert has no rows.
     """
-    experts = tl.arange(0, s.experts_pow2)
-    ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
-    before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
-    expert = tl.sum(before.to(tl.int32))
-    start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
-    return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
+    if group_ends is None:
+        return tl.full([], 0, tl.int32), tile * s.tile.rows, N
+    else:
+        experts = tl.arange(0, s.experts_pow2)
+        ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
+        before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
+        expert = tl.sum(before.to(tl.int32))
+        start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
+        return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
 
 
 @jit
@@ -187,10 +192,10 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
 # BN outputs, in steps of BK numbers along `in`. T is the number of tiles of all experts, of which
 # some have no rows.
 # Programs that run side by side share rows of x and an expert's weights, which L2 then holds.
-@jit
-def _grouped(x, y, group_ends, weights, pairs, columns, bias, s: tl.constexpr):
+@jit(do_not_specialize=["N"])
+def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr):
     tile, block = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    expert, first, end = _find_rows(tile, group_ends, s)
+    expert, first, end = _find_rows(tile, group_ends, N, s)
     if first < end and block * s.block < s.results:
         tensors = (x, y, weights, pairs, columns, bias)
         if s.tile.tail < s.tile.rows:
@@ -274,7 +279,7 @@ def grouped_candidates(fields: tuple, alone: bool) -> list[tuple[PromptSettings,
 
 def grouped_gemm(
     x: Tensor,
-    group_ends: Tensor,
+    group_ends: Tensor | None,
     parts: dict[str, Tensor],
     kind: str,
     bits: int,
@@ -289,9 +294,10 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply rows x [N, in], sorted by expert, by their experts' weights -> [N, out].
 
-    Rows of expert e end before group_ends[e]. parts: tensors of a packed weight [E, out, ...] of
-    this kind, bits and group; the numbers of x are then in the order of `Format.grouped_order`.
-    For kind "plain", codes are weights of x's dtype and bits is 16 or 32.
+    Rows of expert e end before group_ends[e]; None: the weight is dense, and E is 1. parts: a
+    packed weight [E, out, ...] of this kind, bits and group; the numbers of x are then in the order
+    of `Format.grouped_order`. For kind "plain", codes are weights of x's dtype and bits is 16 or
+    32.
 
     pairs, integers [N]: row n is token pairs[n] // active of x [T, in], so that no kernel copies
     tokens for each expert.
@@ -310,7 +316,8 @@ def grouped_gemm(
     if columns is not None:
         check_shapes(columns=(columns, (results,)))
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
-    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias
+    rows = N if group_ends is None else None
+    given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, rows
     scale = tensors.scale
     in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     chosen = tile

@@ -9,6 +9,7 @@ of an expert. `columns`, int32, is the order in which the next product reads x
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ from ops.sizes import cdiv, pow2
 
 KERNELS = "_count_pairs", "_group_pairs", "_gather_rows", "_activate_rows", "_combine_rows"
 CHUNKS = 128  # into which pairs are divided, at most: each program reads the counts of all
+FEW_PAIRS = 4096  # that each program counts itself, without a kernel before it
+
+
+class PairResults(NamedTuple):
+    """Results of pairs, not yet combined: arguments of `combine_rows`."""
+
+    parts: Tensor
+    places: Tensor
+    experts: Tensor
+    weights: Tensor
+    bias: Tensor | None = None
+    shared: Tensor | None = None
+    gate: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,7 @@ class GroupSettings:
     active: int  # A
     chunk: int  # pairs of a program
     rows: int = 128  # pairs that are compared with each other
+    counted: int = 2048  # pairs that a program counts at once
 
     bins = property(lambda s: max(64, pow2(s.E)))
     parts = property(lambda s: max(8, 8192 // s.bins))  # chunks whose counts are read at once
@@ -67,6 +82,18 @@ def _count_pairs(indices, counts, last, N, s: tl.constexpr):
     tl.store(counts + chunk * s.E + expert, found, mask=expert < s.E)
 
 
+@jit
+def _count_few(indices, before, N, real, s: tl.constexpr):
+    """Count the pairs of each expert: all, and those before pair `before` -> [bins] each."""
+    both = tl.zeros([2 * s.bins], tl.int32)
+    for start in range(0, N, s.counted):
+        pair = start + tl.arange(0, s.counted)
+        chosen = tl.load(indices + pair, mask=pair < real, other=0).to(tl.int32)
+        both += tl.histogram(chosen * 2 + (pair < before).to(tl.int32), 2 * s.bins, pair < real)
+    later, earlier = tl.split(tl.reshape(both, [s.bins, 2]))
+    return later + earlier, earlier
+
+
 # Grid [chunks]: a program finds the rows of its chunk's pairs. An expert's next row is that after
 # all pairs of earlier experts, and its own of earlier chunks. Pairs of padding come last, in no
 # expert's rows. Nothing computes those, so padding sums results of row 0: they are finite.
@@ -74,13 +101,16 @@ def _count_pairs(indices, counts, last, N, s: tl.constexpr):
 def _group_pairs(indices, counts, last, order, places, group_ends, N, s: tl.constexpr):
     chunk, chunks, real = tl.program_id(0), tl.num_programs(0), _count_real(last, N, s)
     expert, n = tl.arange(0, s.bins), tl.arange(0, s.rows)
-    total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
-    for start in range(0, chunks, s.parts):
-        part = start + tl.arange(0, s.parts)[:, None]
-        inside = (part < chunks) & (expert < s.E)[None, :]
-        found = tl.load(counts + part * s.E + expert[None, :], mask=inside, other=0)
-        total += tl.sum(found, 0)
-        earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
+    if counts is None:
+        total, earlier = _count_few(indices, chunk * s.chunk, N, real, s)
+    else:
+        total, earlier = tl.zeros([s.bins], tl.int32), tl.zeros([s.bins], tl.int32)
+        for start in range(0, chunks, s.parts):
+            part = start + tl.arange(0, s.parts)[:, None]
+            inside = (part < chunks) & (expert < s.E)[None, :]
+            found = tl.load(counts + part * s.E + expert[None, :], mask=inside, other=0)
+            total += tl.sum(found, 0)
+            earlier += tl.sum(tl.where(part < chunk, found, 0), 0)
     ends = tl.cumsum(total, 0)
     if chunk == 0:
         tl.store(group_ends + expert, ends, mask=expert < s.E)
@@ -96,7 +126,8 @@ def _group_pairs(indices, counts, last, order, places, group_ends, N, s: tl.cons
             tl.store(places + pair, 0, mask=(pair >= real) & (pair < N))
         tl.store(order + place, pair, mask=pair < real)
         tl.store(places + pair, place, mask=pair < real)
-        next_rows += tl.histogram(chosen, s.bins, pair < real)
+        if s.chunk > s.rows:
+            next_rows += tl.histogram(chosen, s.bins, pair < real)
 
 
 # Grid [N, blocks]: a program copies a part of one row. A token is -1 if no logit was finite: then
@@ -139,31 +170,43 @@ def _activate_rows(both, bias, pairs, experts, columns, y, s: tl.constexpr):
     tl.store(y + n.to(tl.int64) * s.width + column, h.to(y.dtype.element_ty), mask=inside)
 
 
-# Grid [T, blocks]: a program sums a part of one token. Each computes the gate, a product of one
-# output: the library takes as long for it as this whole kernel.
 @jit
-def _combine_rows(parts, places, experts, weights, bias, shared, gate, y, s: tl.constexpr):
-    token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
-    inside, factor = column < s.width, 1.0
-    if gate is not None:
-        x, gate_weight = gate
-        number = tl.arange(0, s.padded)
-        x = tl.load(x + token.to(tl.int64) * s.width + number, mask=number < s.width, other=0.0)
-        row = tl.load(gate_weight + number, mask=number < s.width, other=0.0)
+def combine_token(
+    pairs, token, column, WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVE: tl.constexpr
+):
+    """Return numbers `column` of the weighted sum of a token's pairs (`PairResults`), in x's dtype.
+
+    PADDED: a power of two, for a row of WIDTH numbers. The gate is a product of one output: the
+    library takes as long for it as this takes for all.
+    """
+    inside, factor, at = column < WIDTH, 1.0, token.to(tl.int64) * WIDTH
+    if pairs.gate is not None:
+        x, gate_weight = pairs.gate
+        number = tl.arange(0, PADDED)
+        x = tl.load(x + at + number, mask=number < WIDTH, other=0.0)
+        row = tl.load(gate_weight + number, mask=number < WIDTH, other=0.0)
         factor = tl.sigmoid(tl.sum(x.to(tl.float32) * row.to(tl.float32)))
-    total = tl.zeros([s.block], tl.float32)
-    for a in tl.static_range(s.active):
-        pair = token * s.active + a
-        row = parts + tl.load(places + pair).to(tl.int64) * s.width
+    total = tl.zeros_like(column).to(tl.float32)
+    for a in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + a
+        row = pairs.parts + tl.load(pairs.places + pair).to(tl.int64) * WIDTH
         part = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            own = bias + tl.load(experts + pair) * s.width
+        if pairs.bias is not None:
+            own = pairs.bias + tl.load(pairs.experts + pair) * WIDTH
             part += tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair)
-    if shared is not None:
-        part = tl.load(shared + token.to(tl.int64) * s.width + column, mask=inside, other=0.0)
+        total += part * tl.load(pairs.weights + pair)
+    if pairs.shared is not None:
+        part = tl.load(pairs.shared + at + column, mask=inside, other=0.0)
         total += part.to(tl.float32) * factor
-    tl.store(y + token.to(tl.int64) * s.width + column, total.to(y.dtype.element_ty), mask=inside)
+    return total.to(pairs.parts.dtype.element_ty)
+
+
+# Grid [T, blocks]: a program sums a part of one token.
+@jit
+def _combine_rows(pairs, y, s: tl.constexpr):
+    token, column = tl.program_id(0), tl.program_id(1) * s.block + tl.arange(0, s.block)
+    total = combine_token(pairs, token, column, s.width, s.padded, s.active)
+    tl.store(y + token.to(tl.int64) * s.width + column, total, mask=column < s.width)
 
 
 def group_pairs(
@@ -181,10 +224,11 @@ def group_pairs(
     chunks = cdiv(N, s.chunk)
     order, places = (experts.new_empty(N, dtype=torch.int32) for _ in range(2))
     group_ends = experts.new_empty(n_expert, dtype=torch.int32)
-    counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
-    options = dict(settings=s, warps=8)
+    options, counts = dict(settings=s, warps=8), None
     found = order, places, group_ends
-    launch(_count_pairs, (chunks,), experts, counts, last, N, **options)
+    if N > FEW_PAIRS:
+        counts = experts.new_empty(chunks, n_expert, dtype=torch.int32)
+        launch(_count_pairs, (chunks,), experts, counts, last, N, **options)
     launch(_group_pairs, (chunks,), experts, counts, last, *found, N, **options)
     return found
 
@@ -198,6 +242,17 @@ def gather_rows(x: Tensor, pairs: Tensor | None, active: int, columns: Tensor | 
     grid = count, cdiv(width, s.block)
     launch(_gather_rows, grid, x.contiguous(), pairs, columns, y, settings=s)
     return y
+
+
+def keep_order(x: Tensor, columns: Tensor, ordered: Tensor) -> None:
+    """Let `in_order` of x [..., D] find what a kernel has stored beside x: [T, D]."""
+    x.ordered = columns, ordered
+
+
+def in_order(x: Tensor, columns: Tensor) -> Tensor:
+    """Return x [..., D] in the order of `columns` [T, D]."""
+    known, ordered = getattr(x, "ordered", (None, None))
+    return ordered if known is columns else gather_rows(x.flatten(0, -2), None, 1, columns)
 
 
 def activate_rows(
@@ -226,7 +281,7 @@ def activate_rows(
     return y
 
 
-def combine_rows(
+def checked_pairs(
     parts: Tensor,
     places: Tensor,
     experts: Tensor,
@@ -234,14 +289,8 @@ def combine_rows(
     bias: Tensor | None = None,
     shared: Tensor | None = None,
     gate: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
-
-    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
-    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
-    [T, D] and the gate's weight [1, D]. The reference is `Experts.combine`, then
-    `GatedSharedExpertMoE.merge`.
-    """
+) -> PairResults:
+    """Return the arguments of `combine_rows` as kernels read them. Raises ValueError by shapes."""
     (T, A), width = weights.shape, parts.shape[1]
     check_shapes(places=(places, (T * A,)), experts=(experts, (T, A)))
     if shared is not None:
@@ -250,8 +299,21 @@ def combine_rows(
         x, weight = gate
         check_shapes(x=(x, (T, width)), gate=(weight, (1, width)))
         gate = x.contiguous(), weight
-    y = parts.new_empty(T, width)
+    weights = weights.contiguous()
+    return PairResults(parts, places, experts.contiguous(), weights, bias, shared, gate)
+
+
+def combine_rows(*pairs, **more) -> Tensor:
+    """parts [N, D], sorted; integers places [N]: the row of each pair -> weighted sums [T, D].
+
+    experts int64 and weights fp32 [T, A]; bias [E, D] is that of each pair's expert. shared [T, D]
+    is added: the result of a shared expert, times the sigmoid of its gate if there is one. gate: x
+    [T, D] and the gate's weight [1, D]. Arguments are those of `PairResults`. The reference is
+    `Experts.combine`, then `GatedSharedExpertMoE.merge`.
+    """
+    given = checked_pairs(*pairs, **more)
+    (T, A), width = given.weights.shape, given.parts.shape[1]
+    y = given.parts.new_empty(T, width)
     s = RowSettings(width, A)
-    tensors = parts, places, experts.contiguous(), weights.contiguous(), bias, shared, gate, y
-    launch(_combine_rows, (T, cdiv(width, s.block)), *tensors, settings=s)
+    launch(_combine_rows, (T, cdiv(width, s.block)), given, y, settings=s)
     return y

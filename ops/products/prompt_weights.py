@@ -66,7 +66,7 @@ class PromptSettings(Codes):
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
     in_words: bool = True  # scales have 16 bits and begin with a word of 32
-    own_order: bool = False  # `_unpack` undoes `Format.grouped_order`, which is not GGUF's
+    own_order: bool = False  # `_unpack` undoes `Format.grouped_order`
 
     # Outputs are those of gates, then as many ups.
     gated = property(lambda s: s.activation is not None and s.activation.gated)
@@ -327,6 +327,52 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
 TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
 
 
+@jit
+def _finished_field(
+    numbers, factor, weights, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return a field of packed units as weights [BN, units], all that they lack included."""
+    number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
+    if s.kind != "fp8b":  # its factor has what its numbers lack
+        number = finish(number, factor, s.kind, DTYPE)
+    if s.kind == "int4":
+        number = finish_int4(number, weights, DTYPE)
+    return number.to(DTYPE)
+
+
+@jit
+def _in_own_order(numbers, factor, weights, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Return all fields of whole groups as weights in the order of x [BN, BK]."""
+    BN: tl.constexpr = s.tile.outputs
+    WORDS: tl.constexpr = s.group // (2 * s.fields)  # a group has these; its fields are WORDS apart
+    GROUPS: tl.constexpr = s.tile.numbers // s.group
+    given = numbers, factor, weights
+    if s.fields == 2:
+        first, last = _finished_field(*given, 0, s, DTYPE), _finished_field(*given, 1, s, DTYPE)
+        both = tl.join(first, last)
+    else:
+        both = _joined(given, 0, s, DTYPE)
+        if s.fields == 8:
+            both = tl.join(both, _joined(given, 1, s, DTYPE))
+    if s.kind == "q6_k":  # both halves of a run in turn (`mix_halves`)
+        both = tl.reshape(both, [BN, GROUPS, WORDS, 2, 2, 2])
+        both = tl.permute(both, (0, 1, 5, 3, 4, 2))
+    else:
+        both = tl.reshape(both, [BN, GROUPS, WORDS, 2, s.fields])
+        both = tl.permute(both, (0, 1, 3, 4, 2))
+    return tl.reshape(both, [BN, s.tile.numbers])
+
+
+@jit
+def _joined(given, FIRST: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Join four fields, every second one of eight -> [BN, units, 2, 2]."""
+    STEP: tl.constexpr = s.fields // 4
+    a, b = _finished_field(*given, FIRST, s, DTYPE), _finished_field(*given, FIRST + STEP, s, DTYPE)
+    c = _finished_field(*given, FIRST + 2 * STEP, s, DTYPE)
+    d = _finished_field(*given, FIRST + 3 * STEP, s, DTYPE)
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
 # Grid [out / BN, in / BK]: a program unpacks BN rows, and BK numbers of each.
 @jit
 def _unpack(weights, y, s: tl.constexpr):
@@ -343,26 +389,30 @@ def _unpack(weights, y, s: tl.constexpr):
     if s.has_row_scale:
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + row).to(tl.float32)
-    # Fields of a word are WORDS numbers apart, since a group has these many words.
-    WORDS: tl.constexpr = s.group // (2 * s.fields)
-    HALF: tl.constexpr = s.tile.numbers // s.fields // 2
-    word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
-    for field in tl.static_range(s.fields):
-        number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
-        if s.kind != "fp8b":  # its factor has what its numbers lack
-            number = finish(number, factor, s.kind, DTYPE)
-        if s.kind == "int4":
-            number = finish_int4(number, weights, DTYPE)
-        number, place = number.to(DTYPE), y + row * s.width
-        if s.own_order:
-            first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
-            place += word // WORDS * s.group + field * WORDS + word % WORDS
-            stored = (word < s.width // (2 * s.fields)) & (n < s.out)
-            tl.store(place, first, mask=stored)
-            tl.store(place + s.fields * WORDS, second, mask=stored)
-        else:
-            place += number_of_field(unit, field, s)
-            tl.store(place, number, mask=inside & (n < s.out))
+    if s.own_order and s.tile.numbers % s.group == 0:
+        # Stored field by field, runs of a few numbers would be parts of sectors: q4_k and mxfp4
+        # would take four times as long.
+        number = start + tl.arange(0, s.tile.numbers)[None, :]
+        stored = (number < s.width) & (n < s.out)
+        own = _in_own_order(numbers, factor, weights, s, DTYPE)
+        tl.store(y + row * s.width + number, own, mask=stored)
+    else:
+        # Fields of a word are WORDS numbers apart, since a group has these many words.
+        WORDS: tl.constexpr = s.group // (2 * s.fields)
+        HALF: tl.constexpr = s.tile.numbers // s.fields // 2
+        word = start // (2 * s.fields) + tl.arange(0, HALF)[None, :]
+        for field in tl.static_range(s.fields):
+            number = _finished_field(numbers, factor, weights, field, s, DTYPE)
+            place = y + row * s.width
+            if s.own_order:
+                first, second = tl.split(tl.reshape(number, [s.tile.outputs, HALF, 2]))
+                place += word // WORDS * s.group + field * WORDS + word % WORDS
+                stored = (word < s.width // (2 * s.fields)) & (n < s.out)
+                tl.store(place, first, mask=stored)
+                tl.store(place + s.fields * WORDS, second, mask=stored)
+            else:
+                place += number_of_field(unit, field, s)
+                tl.store(place, number, mask=inside & (n < s.out))
 
 
 def multiply_unpacked(
@@ -375,7 +425,7 @@ def multiply_unpacked(
 ) -> Tensor:
     """x [N, in] in `Format.grouped_order`, parts of a weight [out, in] -> [N, out].
 
-    own_order: x is as it is, which GGUF's kinds do not take.
+    own_order: x is as it is.
 
     The weight is dequantized to 16 bits for this product of the library. With many rows that is
     faster than `_grouped` by more than unpacking takes.
