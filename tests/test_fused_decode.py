@@ -510,6 +510,23 @@ def test_the_table_has_tiles_of_several_tokens(monkeypatch):
     assert [tiles.lanes for tiles in several] == [64, 64, 32] and several[2].registers == 96
 
 
+def test_three_tokens_of_wide_int4_are_on_tensor_cores_if_measured(monkeypatch):
+    """As are a narrow product's four in its launch; other kinds, and more tokens, have two."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+
+    def weight(kind: str, out: int) -> Weight:
+        group = FORMATS[kind].choose_group(2048, None)
+        parts = FORMATS[kind].pack(torch.zeros(1, 2048), group)
+        parts = [part.expand(out, *part.shape[1:]) for part in parts.values()]
+        return packed_weight(parts, FORMATS[kind].kind, group)
+
+    found = {out: dense.most_in_registers(weight("int4", out)) for out in (2048, 9216, 16000)}
+    assert found == {2048: 3, 9216: 2, 16000: 3}
+    wide, narrow = weight("int4", 12288), plain_weight(torch.empty(64, 2048, dtype=torch.bfloat16))
+    assert [dense.takes_beside(wide, narrow, T) for T in (1, 3, 4, 5)] == [True, True, True, False]
+    assert not dense.takes_beside(weight("mxfp4", 12288), narrow, 4)
+
+
 def test_a_heads_programs_share_x(monkeypatch):
     """64 rows of a program in 8 bits, 32 in GGUF's kinds; one token's programs stay."""
     monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
@@ -526,11 +543,6 @@ def test_a_heads_programs_share_x(monkeypatch):
         assert [choose_few_tiles(each, 8).rows for each in (head, wide)] == rows
     assert dense.most_in_registers(weight("int8", 151936, 2048)) == 3
     assert dense.most_in_registers(weight("int8", 12288, 2048)) == 4
-    of_int4 = {
-        out: dense.most_in_registers(weight("int4", out, 2048)) for out in (2048, 9216, 151936)
-    }
-    assert of_int4 == {2048: 3, 9216: 2, 151936: 3}
-    assert choose_few_tiles(weight("int4", 9216, 2048), 8).depth == 4
     assert tilings.choose_tiles(weight("q6_k", 151936, 2048), 64, 1).stay
     for other in (weight("q6_k", 20480, 32768), weight("q6_k", 4096, 2048)):  # long rows; few
         assert not tilings.choose_tiles(other, other.quads, 1).stay

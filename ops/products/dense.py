@@ -16,7 +16,6 @@ from ops.declared import Activation
 from ops.launch import jit, launch, tl, triton
 from ops.products.codes import activate, code_table, row_scale
 from ops.products.few_tokens import FewTiles, down_few
-from ops.products.fragments import TILE
 from ops.products.join import norm_tokens
 from ops.products.operands import lane_squares
 from ops.products.pipeline import (
@@ -37,7 +36,7 @@ from ops.products.pipeline import (
     sum_shared,
 )
 from ops.products.quantized_x import quantize_tokens
-from ops.products.tilings import Tiles, choose_tiles, has_many_rows
+from ops.products.tilings import Tiles, choose_tiles, has_many_rows, measured_fields, place_of
 from ops.products.weights import BITS, Weight, WeightTensors, check_rows
 from ops.ranks.mailbox import Outbox, TokenInbox, find_outboxes, send_rows
 from ops.sizes import cdiv, pow2
@@ -283,17 +282,21 @@ def _multiply_sum(
 # Each program makes integers of its x, for 4 bits (docs/log/speculation.md). It norms x, too. On
 # tensor cores that takes more than a kernel of its own: in 4 bits half of all instructions.
 IN_REGISTERS = {2: 1, 4: 3, 8: 4, 16: 4}
+# Most tokens of a product on tensor cores with a narrow one in its launch: 8 and 16 gain nothing.
+MOST_BESIDE = 4
 
 
 def most_in_registers(weight: Weight) -> int:
     """Return the most tokens of a program of `_multiply_sum`: `IN_REGISTERS`.
 
-    A head in 8 bits has one less, and so has int4 with many rows that is no head: each of many
-    programs norms all of x.
+    A head in 8 bits has one less, and so has int4 of 64 rows for each multiprocessor and more, if
+    its tiles on tensor cores were measured: each of many programs norms all of x.
     """
-    is_head = has_many_rows(weight)
-    is_wide = weight.kind == "int4" and not is_head and weight.out >= 64 * weight.multiprocessors
-    return IN_REGISTERS[BITS[weight.kind]] - (is_wide or (weight.fields == 4 and is_head))
+    is_wide = weight.kind == "int4" and weight.out >= 64 * weight.multiprocessors
+    is_wide = is_wide and measured_fields(weight, place_of(weight, "dense", 4)) is not None
+    return IN_REGISTERS[BITS[weight.kind]] - (
+        is_wide or (weight.fields == 4 and has_many_rows(weight))
+    )
 
 
 class Norm(NamedTuple):
@@ -401,15 +404,16 @@ def takes_beside(weight: Weight, narrow: Weight, T: int) -> bool:
     """Whether `dense_product` multiplies T tokens by a narrow weight in the launch of a wide one.
 
     It does if the narrow weight has at most a sixteenth of the other's rows, and its programs have
-    registers for all of their weights: beside a product on tensor cores for up to 16 tokens, if it
-    has 16 bits; else if both products are in registers.
+    registers for all of their weights: if both products are in registers, or beside int4 on tensor
+    cores, for up to MOST_BESIDE tokens.
     """
-    if 16 * narrow.out > weight.out or weight.word_scaled or narrow.word_scaled:
+    small = rows_beside(narrow, 1) * narrow.quads <= 1024 and 16 * narrow.out <= weight.out
+    if not small or weight.word_scaled or narrow.word_scaled:
         return False
     if max(1, most_in_registers(weight)) < T:
-        return T <= 2 * TILE and narrow.kind == "bf16" and narrow.quads <= 512
-    most = max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow)))
-    return most >= T and rows_beside(narrow, 1) * narrow.quads <= 1024
+        kinds = weight.kind, narrow.kind
+        return T <= MOST_BESIDE and kinds == ("int4", "bf16") and narrow.quads <= 512
+    return max(1, min(IN_REGISTERS[BITS[each.kind]] for each in (weight, narrow))) >= T
 
 
 def launch_sum(

@@ -102,24 +102,21 @@ def _multiply_block(x, residual, weights, bias, y, program, s: tl.constexpr, PDL
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
-# One row of a 16-bit weight times a block of tokens, in registers: on tensor cores 16 rows would be
-# one program, whose loads of x wait for each other.
+# One row of a 16-bit weight times the tokens of the only block, in registers: on tensor cores 16
+# rows would be one program, whose loads of x wait for each other.
 @jit
 def _multiply_row(x, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
     number = tl.arange(0, s.padded)
     inside = number < s.width
     numbers = tl.load(weight + row * s.width + number, mask=inside, other=0.0)
-    first = 0
-    if s.blocks > 1:
-        first = tl.minimum(tl.program_id(1) * s.tokens, s.all_tokens - s.tokens)
     await_previous(PDL, s.early)
     for n in tl.static_range(0, s.tokens, s.held):
         token = n + tl.arange(0, s.held)
-        at, exists = first + token, token < s.tokens
-        tile = x + at[:, None] * s.width + number[None, :]
+        exists = token < s.tokens
+        tile = x + token[:, None] * s.width + number[None, :]
         tile = tl.load(tile, mask=exists[:, None] & inside[None, :], other=0.0)
         total = tl.sum(tile.to(tl.float32) * numbers.to(tl.float32)[None, :], 1)
-        tl.store(y + at * s.narrow_stride + row, total.to(y.dtype.element_ty), mask=exists)
+        tl.store(y + token * s.narrow_stride + row, total.to(y.dtype.element_ty), mask=exists)
 
 
 # Grid [R, blocks]. The first `narrow` programs multiply another weight by the same tokens, while
@@ -212,8 +209,6 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
         return choose_small_tiles(weight)
     if has_many_rows(weight) and (weight.fields == 4 or weight.kind in GGUF):
         return FewTiles(64, 4, 1, x_depth=1)
-    if weight.kind == "int4" and not has_many_rows(weight):
-        return FewTiles(16, 4, 4, x_depth=2)
     if weight.fields >= 8:
         return FewTiles(16, 4, 1)
     return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))

@@ -80,9 +80,8 @@ def _logit_of(key):
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. Only the
-# first top_k of them matter: greedy tokens need one. The first program clears what `_rank` writes.
-# each: T, if rows are the tokens [B, T] of passes, `passed`.
+# Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
+# program clears what `_rank` writes. each: T, if rows are the tokens [B, T] of passes, `passed`.
 @jit(do_not_specialize=("each",))
 def _find_best(
     logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
@@ -95,29 +94,25 @@ def _find_best(
     if passed is not None:
         sequence, count = row // each, row % each + 1
         passed += sequence * each
-    controls += sequence * s.controls
-    top_k, penalty = tl.load(controls + 1), tl.load(controls + 4)
+    penalty = tl.load(controls + sequence * s.controls + 4)
     await_previous(PDL)
     source = logits + row * s.V, seen + sequence * s.V, penalty, passed, count
     x = _edited_logits(source, token, token < s.V)
     bits = tl.where(token < s.V, ordered_bits(x), -(2**31))
     best += row * s.kept * s.groups + group
     for n in tl.static_range(s.kept):
-        key = tl.full([], -(2**63), tl.int64)
-        if n < top_k:
-            largest = tl.max(bits, 0)
-            first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
-            key = _key(largest, first)
-            bits = tl.where(token == first, -(2**31), bits)
-        tl.store(best + n * s.groups, key)
+        largest = tl.max(bits, 0)
+        first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
+        tl.store(best + n * s.groups, _key(largest, first))
+        bits = tl.where(token == first, -(2**31), bits)
     if group == 0:
         tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
         tl.store(crowded + row, 0)
 
 
-# Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all. Before that, the largest of
-# them is compared with that of each group, and is mostly far below: then none of them is among the
-# top_k. crowded: set if a group's last key is.
+# Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
+# of each group, which most keys are far below: then none of them is among the top_k. crowded: set
+# if a group's last key is.
 @jit(do_not_specialize=("each",))
 def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(1)
@@ -128,7 +123,7 @@ def _rank(controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.const
     await_previous(PDL)
     key = tl.load(best + at, cache_modifier=".cg")
     first = tl.load(best + tl.arange(0, s.groups), cache_modifier=".cg")
-    if tl.sum((first > tl.max(key, 0)).to(tl.int32), 0) < top_k:
+    if tl.min(tl.sum((first[None, :] > key[:, None]).to(tl.int32), 1), 0) < top_k:
         # All keys at once: in a loop each load would wait for the one before.
         other = tl.load(best + tl.arange(0, s.keys), cache_modifier=".cg")
         rank = tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
