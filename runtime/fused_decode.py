@@ -190,12 +190,6 @@ class FusedRunner(CompiledRunner):
         """The kind of each layer by its id: layers of a kind launch the same kernels."""
         return dict(zip(map(id, self.layers.values()), kinds_of(self.layers.values()), strict=True))
 
-    @property
-    def one_of_each_kind(self) -> list[Block]:
-        """A block of each kind among the fused ones."""
-        blocks = [block for block in self.model.layers if id(block) in self.layers]
-        return [*{self.kinds[id(self.layers[id(block)])]: block for block in blocks}.values()]
-
     def launch_all(
         self, rows: int, queries: int, reach: int | None = None, all_positions: bool = False
     ) -> None:
@@ -210,7 +204,7 @@ class FusedRunner(CompiledRunner):
         x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
         rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
         context = Context(rope, positions=tokens, last=tokens[:, 0])
-        for block in self.one_of_each_kind:
+        for block in one_of_each_kind(self):
             layer = self.layers[id(block)]
             if layer.experts.takes_tokens(T):
                 layer.forward(x, context, partial(launch_core, layer), reach)
@@ -393,6 +387,12 @@ class FusedRunner(CompiledRunner):
                 give_up(f"fused decoding by {error.kernel}", error)
                 self.checked[key] = False
         return self.checked[key]
+
+
+def one_of_each_kind(runner: FusedRunner) -> list[Block]:
+    """Return a block of each kind among the fused ones."""
+    blocks = [block for block in runner.model.layers if id(block) in runner.layers]
+    return [*{runner.kinds[id(runner.layers[id(block)])]: block for block in blocks}.values()]
 
 
 def launch_pass(

@@ -5,7 +5,8 @@ experts once more. `torch.compile` fuses them, too, but compiles for half a minu
 (`--compile_prefill`).
 """
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -359,7 +360,7 @@ class PromptRunner(EagerRunner):
         x, rope = model.embed(tokens), model.rope_table[span].unsqueeze(2)
         return x, model.layers[0].attention_norm(x), Context(rope, positions=span)
 
-    def launch_chunk(self, blocks: Iterable[Block], tokens: int, span: Tensor | Chunk) -> None:
+    def launch_chunk(self, blocks: Sequence[Block], tokens: int, span: Tensor | Chunk) -> None:
         """Launch the kernels of these blocks for a chunk, and the head's: for `collect_only`.
 
         span: as of `begin`; its row is the first one.
@@ -367,9 +368,11 @@ class PromptRunner(EagerRunner):
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.model.norm.weight.device)
         x, normed, context = self.begin(self.model, ids, span)
         context = context._replace(last=ids[0, :1])
-        for block in blocks:
+        # The norm before another block is stored in the order of its product, too.
+        norms = [block.attention_norm for block in blocks] + [self.model.norm]
+        for block, next_norm in itertools.product(blocks, norms):
             with state_of_its_own(block.attention, 1, x):
-                self.block(block, x, normed, context, self.model.norm)
+                self.block(block, x, normed, context, next_norm)
         self.logits(self.model, normed, context.last)
 
     def with_masks(self, context: Context) -> Context:

@@ -4,7 +4,7 @@ A prompt's prefix that a row has in its cache is not recomputed.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ops.inductor import without_tuning
 from ops.plain.attention import SHORT_CACHE
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
-from runtime.fused_decode import FusedRunner
+from runtime.fused_decode import FusedRunner, one_of_each_kind
 from runtime.fused_prompt import PromptRunner
 from runtime.graphs import GraphCache, warn_of_capture
 from runtime.logit_edits import set_edits
@@ -117,7 +117,7 @@ class Prompts(DecodeSteps):
             for size in self.short_chunks:
                 runner.launch_all(1, size)
             if isinstance(self.prefill_runner, PromptRunner):
-                self.launch_chunks(self.prefill_runner, runner.one_of_each_kind)
+                launch_chunks(self, self.prefill_runner, one_of_each_kind(runner))
             for size in steps:
                 logits = torch.empty(size, self.seen.shape[1], device=self.device)
                 rows, _ = self.first_rows(size)
@@ -127,35 +127,6 @@ class Prompts(DecodeSteps):
             self.launch_more(runner)
 
         compile_ahead(collect(launch), gpu_of(self.device))
-
-    def launch_chunks(self, runner: PromptRunner, blocks: Iterable[Block]) -> None:
-        """Launch the kernels of prompts that are not short, for `collect`.
-
-        Compiled one by one they would delay the first of these prompts by 4 to 10 s.
-        """
-        for tokens, end, anywhere in self.expected_prompts():
-            places = torch.arange(end - tokens, end, device=self.device)
-            span = places.unsqueeze(0) if anywhere else Chunk(self.rows[:1], end)
-            runner.launch_chunk(blocks, tokens, span)
-
-    def expected_prompts(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield chunks of prompts: tokens, with padding, where they end, whether they run anywhere.
-
-        Those of the prompts to come, if these are known, else some with all kernels.
-        """
-        if self.options.prompt_lengths is None:
-            longest = min(self.prefill_chunk, self.cache_len)
-            for size in (*(size for size in PREPARED_CHUNKS if size < longest), longest):
-                yield from ((size, end, False) for end in (size, 2 * size) if end <= self.cache_len)
-                tokens, anywhere = self.padded(0, size, size)
-                if anywhere:
-                    yield tokens, size + tokens, True
-            return
-        for length in self.options.prompt_lengths:
-            size = self.chunk_size(0, length)
-            for begin in range(0, 0 if self.is_short(0, length) else length, size):
-                tokens, anywhere = self.padded(0, min(size, length - begin), begin)
-                yield tokens, begin + tokens, anywhere
 
     def forget_graphs(self) -> None:
         """Capture all steps and prompts anew, since their code has changed."""
@@ -373,6 +344,37 @@ class Prompts(DecodeSteps):
         size = numbers.shape[1] // 2
         tokens, positions, last = numbers.split([size, size, 1], dim=1)
         return self.run_model(tokens, positions, last[0], self.runner)
+
+
+def launch_chunks(session: Prompts, runner: PromptRunner, blocks: Sequence[Block]) -> None:
+    """Launch the kernels of prompts that are not short, for `collect`.
+
+    Compiled one by one they would delay the first of these prompts by 4 to 10 s.
+    """
+    for tokens, end, anywhere in expected_prompts(session):
+        places = torch.arange(end - tokens, end, device=session.device)
+        span = places.unsqueeze(0) if anywhere else Chunk(session.rows[:1], end)
+        runner.launch_chunk(blocks, tokens, span)
+
+
+def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
+    """Yield chunks of prompts: tokens, with padding, where they end, whether they run anywhere.
+
+    Those of the prompts to come, if these are known, else some with all kernels.
+    """
+    if session.options.prompt_lengths is None:
+        longest = min(session.prefill_chunk, session.cache_len)
+        for size in (*(size for size in PREPARED_CHUNKS if size < longest), longest):
+            yield from ((size, end, False) for end in (size, 2 * size) if end <= session.cache_len)
+            tokens, anywhere = session.padded(0, size, size)
+            if anywhere:
+                yield tokens, size + tokens, True
+        return
+    for length in session.options.prompt_lengths:
+        size = session.chunk_size(0, length)
+        for begin in range(0, 0 if session.is_short(0, length) else length, size):
+            tokens, anywhere = session.padded(0, min(size, length - begin), begin)
+            yield tokens, begin + tokens, anywhere
 
 
 def capture_next(session: Prompts) -> bool:

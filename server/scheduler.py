@@ -40,7 +40,9 @@ from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
-HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
+# An idle rank 0 prepares parts, and sends a message to the other ranks, so often, and first when it
+# has been idle for so long: the next request of a conversation often comes at once, and would wait.
+QUIET_SECONDS = 2.0
 MAX_RETRY_SECONDS = 600.0
 ENDING = "the server is ending"
 
@@ -143,12 +145,15 @@ class Scheduler:
 
     def commands(self) -> Iterator[Command]:
         """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
+        quiet_from = 0.0
         while not self.closed:
-            while self.is_idle() and self.prepare_next():
+            if not self.is_idle():
+                quiet_from = time.monotonic() + QUIET_SECONDS
+            while self.is_idle() and time.monotonic() >= quiet_from and self.prepare_next():
                 pass
             with self.changed:
                 if self.is_idle():
-                    self.changed.wait(HEARTBEAT_SECONDS)
+                    self.changed.wait(QUIET_SECONDS)
                 if self.has_drained():
                     break
                 started = self.take_expired()

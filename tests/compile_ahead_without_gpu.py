@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,9 +32,9 @@ from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
 from ops.step import draft_check
 from runtime.compile_ahead import compile_ahead, compile_later
-from runtime.fused_decode import FusedRunner, launch_pass
+from runtime.fused_decode import FusedRunner, launch_pass, one_of_each_kind
 from runtime.fused_prompt import PromptRunner
-from runtime.session_prompts import ANYWHERE_CHUNKS, Prompts, smallest_chunk
+from runtime.session_prompts import ANYWHERE_CHUNKS, launch_chunks, smallest_chunk
 from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
 
@@ -67,7 +66,6 @@ def ahead_of(runner: FusedRunner) -> list[str]:
     session = SimpleNamespace(options=options, prefill_chunk=2048, cache_len=LENGTH)
     session.device, session.rows = ids(1).device, ids(1)
     session.padded = lambda row, tokens, begin: padded(prompts, tokens, begin)
-    session.expected_prompts = partial(Prompts.expected_prompts, session)
 
     def launch() -> None:
         for reach in runner.reaches(1, LENGTH):
@@ -75,7 +73,7 @@ def ahead_of(runner: FusedRunner) -> list[str]:
         runner.launch_all(4, 1)
         for size in runner.short_chunks:
             runner.launch_all(1, size)
-        Prompts.launch_chunks(session, prompts, runner.one_of_each_kind)
+        launch_chunks(session, prompts, one_of_each_kind(runner))
         for rows, count in PASSES:
             state, result = pass_state(runner.model, rows), ids(16)
             for reach in runner.reaches(count + 1, LENGTH):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from server import scheduler
 from server.answers import Finished
 from server.clients import QueuedRequest
 from server.errors import APIError
@@ -175,8 +176,9 @@ def test_the_queues_limit_counts_requests_without_an_answer():
     driver.ask("c", 1)
 
 
-def test_parts_are_prepared_while_there_is_nothing_to_do():
+def test_parts_are_prepared_while_there_is_nothing_to_do(monkeypatch):
     """A request ends that; it goes on after the answer, up to the last part."""
+    monkeypatch.setattr(scheduler, "QUIET_SECONDS", 0.0)
     driver, parts = Driver(1), []
 
     def prepare_next() -> bool:
@@ -191,3 +193,17 @@ def test_parts_are_prepared_while_there_is_nothing_to_do():
         assert driver.begin() == ([], 0) and len(parts) == count
         driver.end()
     assert not any(parts)
+
+
+def test_no_part_is_prepared_soon_after_a_request(monkeypatch):
+    """The next request of a conversation would wait for it."""
+    driver, times = Driver(1), []
+    monkeypatch.setattr(scheduler, "QUIET_SECONDS", 0.2)
+    driver.ask("a", 1)
+    driver.begin()
+    driver.end()
+    ended = time.monotonic()
+    driver.scheduler.prepare_next = lambda: bool(times.append(time.monotonic()))
+    while not times:
+        driver.begin()
+    assert 0.1 < times[0] - ended < 5
