@@ -39,7 +39,7 @@ from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
 
 PASSES = (1, 4), (2, 3)  # rows and drafts of each
-LENGTH = 1152  # of the cache, in positions
+LENGTH = 1152  # positions of the cache
 CHUNKS = 40, 128, 448, 1024  # of prompts, tokens
 BEGINS = 0, 77  # their first positions
 
