@@ -364,8 +364,11 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
     """
     if session.options.prompt_lengths is None:
         longest = min(session.prefill_chunk, session.cache_len)
-        for size in (*(size for size in PREPARED_CHUNKS if size < longest), longest):
-            yield from ((size, end, False) for end in (size, 2 * size) if end <= session.cache_len)
+        sizes = [*(size for size in PREPARED_CHUNKS if size < longest), longest]
+        yield from ((size, size, False) for size in sizes)
+        for size in (sizes[0], ANYWHERE_CHUNKS[-1]):  # a later turn, with few and many tokens
+            if 2 * size <= session.cache_len:
+                yield size, 2 * size, False
             tokens, anywhere = session.padded(0, size, size)
             if anywhere:
                 yield tokens, size + tokens, True
