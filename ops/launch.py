@@ -6,9 +6,10 @@ ops/README.md has the rules of a kernel's parameters.
 import dataclasses
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TypeVar
@@ -93,6 +94,7 @@ class Kernel(triton.JITFunction if triton else object):
         """Let Triton read the source when it is first needed: a model uses few kernels."""
         with MAKING:
             if not self.is_made:
+                keep_assembler()
                 self.is_made = True
                 super().__init__(self.fn, **self.options)
         return object.__getattribute__(self, name)
@@ -162,6 +164,17 @@ class Kernel(triton.JITFunction if triton else object):
         """Return what Triton compiles these arguments by: equal for all that run the same code."""
         specialized = (not p.do_not_specialize for p in self.params)
         return tuple(map(without_memory, args, specialized))
+
+
+def keep_assembler() -> None:
+    """Let this process, and those that it starts, take Triton's ptxas to the end.
+
+    Its version is a part of all keys of Triton's cache, and a process asks for it once. Inductor
+    names the ptxas of PyTorch in the environment when it first compiles: a helper that starts later
+    would take that, and no launch of this process would find its kernels.
+    """
+    with suppress(AttributeError, RuntimeError):  # another version of Triton, or not for NVIDIA
+        os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
 
 
 def without_memory(arg, specialized: bool = True):
