@@ -94,6 +94,10 @@ class Batch:
         self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
         self.forget()
 
+    def is_prepared(self) -> bool:
+        """Whether nothing is left for `prepare_next`."""
+        return not self.session.left
+
     def forget(self) -> None:
         """Drop all sequences."""
         self.waiting: deque[Running] = deque()

@@ -25,6 +25,9 @@ class DraftingBatch(Batch):
         prepare_prompt = self.prepare_next
         self.prepare_next = lambda: prepare_prompt() or speculation.captures.capture_next()
 
+    def is_prepared(self) -> bool:
+        return super().is_prepared() and not self.speculation.captures.left
+
     def forget(self) -> None:
         super().forget()
         self.speculation.release()

@@ -106,6 +106,10 @@ class GraphCache:
         self.known[key] = self.capture(function, inputs)
         return outputs
 
+    def expect(self, key: Hashable) -> None:
+        """Let the next call of a key capture it, the first one, too."""
+        self.known.setdefault(key, None)
+
     def has(self, key: Hashable) -> bool:
         """Whether a key is captured."""
         return self.known.get(key) is not None

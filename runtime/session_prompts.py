@@ -383,18 +383,19 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
 def capture_next(session: Prompts) -> bool:
     """Capture one of the chunks that run anywhere; return whether to go on with others.
 
-    A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot be
-    captured, for want of memory, is the last one; others are captured when they repeat.
+    A server calls this while it has nothing to do. What row 0 remembers stays. A chunk that cannot
+    be captured, for want of memory, is the last one; others are captured when they repeat.
     """
-    if not session.left or session.cached[0]:
+    if not session.left:
         return False
-    size, session.watch = session.left.popleft(), False
+    size, session.watch, session.between_layers = session.left.popleft(), False, None
     start = max(0, min(size, session.cache_len - size))  # as of a later turn
     numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
     try:
-        for _ in range(2 if session.runs_anywhere(0, size, start) else 0):
-            session.run_chunk(numbers, size, start + size)
-        session.reset(0)
+        if session.runs_anywhere(0, size, start):
+            session.graphs.expect((size, "anywhere", False))
+            with session.keeping(0, start, start + size):
+                session.run_chunk(numbers, size, start + size)
     except RuntimeError as error:
         session.left.clear()
         warn_of_capture("prompts", error)
