@@ -40,8 +40,8 @@ from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
-# A server prepares parts when it has been idle for so long: the next request of a conversation often
-# comes at once, and would wait. It looks so often whether their kernels are compiled.
+# A server prepares parts when it has been idle for so long: the next request of a conversation
+# often comes at once, and would wait. So often it looks whether their kernels are compiled.
 QUIET_SECONDS = 2.0
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0

@@ -141,7 +141,7 @@ def late(case: str, layers: int) -> list[str]:
 def name_other_ptxas() -> None:
     """Name a ptxas of another version in the environment, as Inductor does."""
     script = Path(os.environ["TRITON_CACHE_DIR"], "ptxas")
-    script.write_text(f"#!/bin/sh\n{knobs.nvidia.ptxas.path} \"$@\"\necho release 99.0\n")
+    script.write_text(f'#!/bin/sh\n{knobs.nvidia.ptxas.path} "$@"\necho release 99.0\n')
     script.chmod(0o700)
     os.environ.setdefault("TRITON_PTXAS_PATH", str(script))
 
