@@ -76,8 +76,7 @@ from runtime.memory import free_gpu_memory
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
-from runtime.session_prompts import ANYWHERE_CHUNKS, capture_next
-from runtime.session_prompts import MAX_SHORT_CHUNKS
+from runtime.session_prompts import ANYWHERE_CHUNKS, MAX_SHORT_CHUNKS, capture_next
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
 from tests.delta_kernels_without_gpu import random_prompt as random_rule

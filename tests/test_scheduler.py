@@ -223,7 +223,7 @@ def test_no_part_is_prepared_soon_after_the_start(monkeypatch):
 
 
 def test_an_idle_scheduler_wakes_only_for_what_is_left(monkeypatch):
-    """It looks whether kernels are compiled, and keeps other ranks awake. Else a request wakes it."""
+    """It looks whether kernels are compiled, and wakes other ranks. Else it waits for a request."""
     monkeypatch.setattr(scheduler, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(scheduler, "HEARTBEAT_SECONDS", 0.01)
     driver, looks = Driver(1), []
