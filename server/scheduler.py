@@ -290,7 +290,7 @@ class Decoder:
         self.offloaded = offloaded_layers(session.model)
         if scheduler:
             scheduler.prepare_next = self.batch.prepare_next
-            scheduler.is_prepared = self.batch.is_prepared
+            scheduler.is_prepared = lambda: not any(self.batch.left)
             scheduler.metrics.vllm.cache_usage = self.cache_usage
 
     def cache_usage(self) -> float:
