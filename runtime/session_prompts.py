@@ -383,7 +383,7 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
 def capture_next(session: Prompts) -> bool:
     """Capture one of the chunks that run anywhere; return whether to go on with others.
 
-    A server calls this while it has nothing to do. What row 0 remembers stays. A chunk that cannot
+    A server calls this while it has nothing to do. The memory of row 0 stays. A chunk that cannot
     be captured, for want of memory, is the last one; others are captured when they repeat.
     """
     if not session.left:
