@@ -384,7 +384,7 @@ def capture_next(session: Prompts) -> bool:
     """Capture one of the chunks that run anywhere; return whether to go on with others.
 
     A server calls this while it has nothing to do. The memory of row 0 stays. A chunk that cannot
-    be captured, for want of memory, is the last one; others are captured when they repeat.
+    be captured, for want of memory, is the last one.
     """
     if not session.left:
         return False
@@ -396,7 +396,9 @@ def capture_next(session: Prompts) -> bool:
             session.graphs.expect((size, "anywhere", False))
             with session.keeping(0, start, start + size):
                 session.run_chunk(numbers, size, start + size)
-    except RuntimeError as error:
+            if session.graphs.is_full:
+                session.left.clear()
+    except RuntimeError as error:  # no memory to run it
         session.left.clear()
         warn_of_capture("prompts", error)
     return bool(session.left)

@@ -539,6 +539,24 @@ def test_a_repeated_call_is_captured(monkeypatch):
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
 
 
+def test_a_call_that_cannot_be_captured_runs_without(monkeypatch, caplog):
+    """For want of memory: no answer fails for it, and no other capture is tried."""
+    captures = []
+
+    def fail(*_):
+        captures.append(1)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs.GraphCache, "capture", fail)
+    cache, x = graphs.GraphCache(torch.device("cpu")), torch.ones(1)
+    cache.expect("a")
+    for key in ("a", "a", "b", "b", "a"):
+        assert cache(key, lambda x: (2 * x,), x)[0].item() == 2
+    assert cache.is_full and captures == [1] and not (cache.has("a") or cache.has("b"))
+    assert caplog.text.count("no more prompts are captured: CUDA out of memory") == 1
+
+
 def test_an_outbox_keeps_two_steps_apart(monkeypatch):
     """Its memory is not pinned and its kernel is PyTorch's: this machine may have no GPU."""
 
@@ -687,7 +705,7 @@ class CalledGraphs:
     """A GraphCache that captures nothing, and notes the keys of its calls."""
 
     def __init__(self) -> None:
-        self.keys, self.known = [], set()
+        self.keys, self.known, self.is_full = [], set(), False
 
     def __call__(self, key, function, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.keys.append(key)
