@@ -88,10 +88,13 @@ class GraphCache:
     as a call. All else that the function reads must keep its address. The oldest key is dropped
     when there are more than MAX_GRAPHS. After a capture that fails, for want of memory, no other
     is made: such calls run the function.
+
+    captures_repeats: False, if only the calls that `expect` names are captured.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, captures_repeats: bool = True):
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.captures_repeats = captures_repeats
         self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
         self.is_full = False  # a capture has failed
 
@@ -99,9 +102,8 @@ class GraphCache:
         if replay := self.known.get(key):
             return replay(*tensors)
         if key not in self.known or self.is_full:
-            self.known[key] = None
-            if len(self.known) > MAX_GRAPHS:
-                del self.known[next(iter(self.known))]
+            if self.captures_repeats:
+                self.expect(key)
             return function(*(tensor.to(self.device, non_blocking=True) for tensor in tensors))
         inputs = [tensor.to(self.device, copy=True) for tensor in tensors]
         outputs = function(*inputs)  # warm up with these tensors: capture then compiles nothing
@@ -115,6 +117,8 @@ class GraphCache:
     def expect(self, key: Hashable) -> None:
         """Let the next call of a key capture it, the first one, too."""
         self.known.setdefault(key, None)
+        if len(self.known) > MAX_GRAPHS:
+            del self.known[next(iter(self.known))]
 
     def has(self, key: Hashable) -> bool:
         """Whether a key is captured."""

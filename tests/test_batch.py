@@ -153,6 +153,28 @@ def test_a_prompt_captured_ahead_changes_no_row(kind):
     assert run(batch, turns) == answers_alone(kind, turns)
 
 
+def test_a_watched_prompt_is_captured_when_a_server_has_nothing_to_do():
+    """No answer waits for a capture: the first prompts of a kind run without a graph."""
+    session = make_session(rows=3)
+    graphs, batch = as_if_captured(session), Batch(session)
+    session.short_chunks = (8,)
+    while batch.prepare_next():
+        pass
+    graphs.keys.clear()
+    for length in (5, 30, 31, 60):  # turns of a conversation
+        batch.start([7 * n % 60 for n in range(length)], 1, GREEDY, watch=True)
+        while batch.count:
+            batch.prefill()
+            for token in batch.step():
+                batch.end(token.sequence)
+    expected = [(8, None, True), (64, "anywhere", True)]
+    assert [*session.left] == expected == [*dict.fromkeys(graphs.keys)] and any(batch.left)
+    del graphs.keys[:]
+    while batch.prepare_next():
+        pass
+    assert graphs.keys == expected and not session.left
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_prompts_alone_take_the_graph_of_row_0(kind, monkeypatch):
     """As on a GPU, whatever row their sequence had before."""

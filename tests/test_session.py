@@ -537,6 +537,13 @@ def test_a_repeated_call_is_captured(monkeypatch):
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
+    log.clear()
+    cache = graphs.GraphCache(torch.device("cpu"), captures_repeats=False)
+    assert [cache("a", double, x[1])[0].tolist() for _ in range(3)] == [[2, 2]] * 3
+    assert "capture" not in log
+    cache.expect("a")
+    cache("a", double, x[1])
+    assert cache.has("a") and log.count("capture") == 1
 
 
 def test_a_call_that_cannot_be_captured_runs_without(monkeypatch, caplog):
@@ -714,6 +721,9 @@ class CalledGraphs:
 
     def expect(self, key) -> None:
         pass
+
+    def prepare(self, key, function, *tensors: Tensor) -> None:
+        self(key, function, *tensors)
 
     def has(self, key) -> bool:
         return key in self.known
