@@ -733,6 +733,15 @@ def test_prompts_captured_ahead_leave_a_conversation(arch):
         *_, (logits, *_) = session.prefill(0, second, len(first))
         found.append(logits)
     assert torch.equal(*found)
+    session.watch, kept = True, []
+    for turn, ids in enumerate((second, second[:5], second, second[:5])):  # eager, then replayed
+        *_, (logits, *_) = session.prefill(0, ids, len(first))
+        kept.append(logits)
+        while turn and capture_next(session):
+            pass
+        session.watch = True
+    assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
+    assert all(session.graphs.has(key) for key in ((256, "anywhere", True), (8, None, True)))
 
 
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))
