@@ -735,7 +735,8 @@ def test_prompts_captured_ahead_leave_a_conversation(arch):
     assert torch.equal(*found)
     session.watch, kept = True, []
     for turn, ids in enumerate((second, second[:5], second, second[:5])):  # eager, then replayed
-        *_, (logits, *_) = session.prefill(0, ids, len(first))
+        with session.keeping(0, len(first), 1024):
+            *_, (logits, *_) = session.prefill(0, ids, len(first))
         kept.append(logits)
         while turn and capture_next(session):
             pass
