@@ -6,12 +6,13 @@ ops/README.md has the rules of a kernel's parameters.
 import dataclasses
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ class Kernel(triton.JITFunction if triton else object):
         """Let Triton read the source when it is first needed: a model uses few kernels."""
         with MAKING:
             if not self.is_made:
+                keep_assembler()
                 self.is_made = True
                 super().__init__(self.fn, **self.options)
         return object.__getattribute__(self, name)
@@ -121,9 +123,7 @@ class Kernel(triton.JITFunction if triton else object):
         try:
             return super().run(*args, grid=grid, warmup=warmup, **options)
         except Exception as error:
-            if has_failed_on_gpu(error):
-                raise
-            raise KernelError(self.__name__, first_line(error)) from error
+            refuse(self, error)
 
     def remember(self, key: tuple, code, count: int) -> None:
         """Keep compiled code for `launch_again`. count: of arguments before the settings.
@@ -149,9 +149,7 @@ class Kernel(triton.JITFunction if triton else object):
             of_code = stream, code.function, code.packed_metadata
             code.run(*(*grid, 1, 1)[:3], *of_code, *hooks, *args, *constants)
         except Exception as error:
-            if has_failed_on_gpu(error):
-                raise
-            raise KernelError(self.__name__, first_line(error)) from error
+            refuse(self, error)
         return True
 
     def compile_for(self, *args, **options):
@@ -161,10 +159,21 @@ class Kernel(triton.JITFunction if triton else object):
     def without_memory(self, args: Sequence) -> tuple:
         """Return what Triton compiles these arguments by: equal for all that run the same code."""
         specialized = (not p.do_not_specialize for p in self.params)
-        return tuple(map(without_memory, args, specialized))
+        return tuple(map(stand_in, args, specialized))
 
 
-def without_memory(arg, specialized: bool = True):
+def keep_assembler() -> None:
+    """Let this process, and those that it starts, take Triton's ptxas to the end.
+
+    Its version is a part of all keys of Triton's cache, and a process asks for it once. Inductor
+    names the ptxas of PyTorch in the environment when it first compiles: a helper that starts later
+    would take that, and no launch of this process would find its kernels.
+    """
+    with suppress(AttributeError, RuntimeError):  # another version of Triton, or not for NVIDIA
+        os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+
+
+def stand_in(arg, specialized: bool = True):
     """Return what Triton compiles an argument by: of a tensor its type alone, of an integer its
     size in bits and, if it is specialized, whether it is 1 or divisible by 16.
     """
@@ -174,13 +183,20 @@ def without_memory(arg, specialized: bool = True):
         few_bits = -(2**31) <= arg < 2**31
         return (0 if few_bits else 2**40) + (16 if specialized and arg % 16 == 0 else 17)
     if isinstance(arg, tuple):
-        parts = map(without_memory, arg)
+        parts = map(stand_in, arg)
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     return arg
 
 
 def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def refuse(kernel: Kernel, error: Exception) -> NoReturn:
+    """Raise KernelError for an error of a launch; the error itself if the GPU has failed."""
+    if has_failed_on_gpu(error):
+        raise error
+    raise KernelError(kernel.__name__, first_line(error)) from error
 
 
 def has_failed_on_gpu(error: Exception) -> bool:

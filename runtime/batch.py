@@ -91,6 +91,7 @@ class Batch:
         # Captures a part that answers do without before; returns whether to go on with others. A
         # server calls this while it has nothing to do.
         self.prepare_next: Callable[[], bool] = partial(capture_next, session)
+        self.left: list[deque] = [session.left]  # what it has still to capture
         self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
         self.forget()
 

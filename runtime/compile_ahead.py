@@ -147,11 +147,13 @@ def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
     """Compile the tasks that no earlier run has compiled in the background, at low priority.
 
     Returns what tells whether all are in the cache. That logs the end, too: a line of a thread
-    would come within the text of a chat. The end of the process does not wait for them.
+    would come within the text of a chat. It raises RuntimeError if some will never be there. The
+    end of the process does not wait for them.
     """
     if not (missing := not_compiled(tasks)):
         return lambda: True
     lines: list[str] = []
+    failed: list[str] = []  # why some are not there
 
     def run() -> None:
         errors = ["the helper has ended"]
@@ -163,16 +165,16 @@ def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
         except OSError as error:  # no memory for a process, or a full disk
             errors = [str(error)]
         if left := not_compiled(missing):
-            lines.append(
-                f"{len(left)} kernels of passes are not compiled, so no drafts: {errors[0]}"
-            )
+            failed.append(f"{len(left)} kernels are not compiled: {errors[0]}")
 
     def is_there() -> bool:
         if thread.is_alive():
             return False
         while lines:
             log.info(lines.pop(0))
-        return not not_compiled(missing)
+        if failed:
+            raise RuntimeError(failed[0])
+        return True
 
     thread = threading.Thread(target=run, name="compile later", daemon=True)
     thread.start()

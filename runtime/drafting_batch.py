@@ -24,6 +24,7 @@ class DraftingBatch(Batch):
         capture_between_answers(speculation)
         prepare_prompt = self.prepare_next
         self.prepare_next = lambda: prepare_prompt() or speculation.captures.capture_next()
+        self.left.append(speculation.captures.left)
 
     def forget(self) -> None:
         super().forget()

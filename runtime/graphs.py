@@ -74,7 +74,7 @@ def run_on_host(work: Callable[[], None]) -> None:
 
 
 def warn_of_capture(what: str, error: RuntimeError) -> None:
-    """Log that no more of these are captured ahead, with the first line of the error."""
+    """Log that no more of these are captured, with the first line of the error."""
     log.warning("no more %s are captured: %s", what, f"{error}\n".splitlines()[0])
 
 
@@ -86,25 +86,39 @@ class GraphCache:
 
     A key is captured at its second call: most keys are called once, and a capture takes as long
     as a call. All else that the function reads must keep its address. The oldest key is dropped
-    when there are more than MAX_GRAPHS.
+    when there are more than MAX_GRAPHS. After a capture that fails, for want of memory, no other
+    is made: such calls run the function.
+
+    captures_repeats: False, if only the calls that `expect` names are captured.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, captures_repeats: bool = True):
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.captures_repeats = captures_repeats
         self.known: dict[Hashable, Callable[..., tuple[Tensor, ...]] | None] = {}
+        self.is_full = False  # a capture has failed
 
     def __call__(self, key: Hashable, function: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if key not in self.known:
-            self.known[key] = None
-            if len(self.known) > MAX_GRAPHS:
-                del self.known[next(iter(self.known))]
-            return function(*(tensor.to(self.device, non_blocking=True) for tensor in tensors))
-        if replay := self.known[key]:
+        if replay := self.known.get(key):
             return replay(*tensors)
+        if key not in self.known or self.is_full:
+            if self.captures_repeats:
+                self.expect(key)
+            return function(*(tensor.to(self.device, non_blocking=True) for tensor in tensors))
         inputs = [tensor.to(self.device, copy=True) for tensor in tensors]
         outputs = function(*inputs)  # warm up with these tensors: capture then compiles nothing
-        self.known[key] = self.capture(function, inputs)
+        try:
+            self.known[key] = self.capture(function, inputs)
+        except RuntimeError as error:
+            self.is_full = True
+            warn_of_capture("prompts", error)
         return outputs
+
+    def expect(self, key: Hashable) -> None:
+        """Let the next call of a key capture it, the first one, too."""
+        self.known.setdefault(key, None)
+        if len(self.known) > MAX_GRAPHS:
+            del self.known[next(iter(self.known))]
 
     def has(self, key: Hashable) -> bool:
         """Whether a key is captured."""

@@ -58,8 +58,8 @@ class PassCaptures:
     def capture_next(self) -> bool:
         """Capture one of the passes that are left; return whether to go on with others.
 
-        Nothing waits for their kernels: while these are compiled, none is captured. A pass that
-        cannot be captured, for want of memory, is the last one.
+        Nothing waits for their kernels: while these are compiled, none is captured. If one cannot
+        be compiled, none is; a pass that cannot be captured, for want of memory, is the last one.
         """
         if not self.left:
             return False

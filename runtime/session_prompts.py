@@ -84,7 +84,9 @@ class Prompts(DecodeSteps):
 
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         super().__init__(model, max_seq_len, options)
-        self.graphs = GraphCache(self.device) if self.captures_prompts else None
+        self.graphs = None
+        if self.captures_prompts:  # `capture_next` captures those of several rows: no turn waits
+            self.graphs = GraphCache(self.device, captures_repeats=self.batch == 1)
         # Called between the layers of a prompt; None: nobody waits for it.
         self.between_layers: Callable[[], None] | None = None
         # Launches what else is to be compiled ahead.
@@ -95,12 +97,15 @@ class Prompts(DecodeSteps):
         if self.captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
         self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
-        self.left = deque(ANYWHERE_CHUNKS)  # those that `capture_next` captures
+        # Keys of graphs: those that `capture_next` captures, and all that were ever in there.
+        self.left: deque[tuple] = deque((size, "anywhere", False) for size in ANYWHERE_CHUNKS)
+        self.expected = {*self.left}
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
             self.compile_kernels()
-            self.warm_up_short_prompts()
+            for size in expected_chunks(self.short_chunks, self.options.prompt_lengths):
+                self.warm_up_short_chunk(size)
         return super().warm_up(candidates, size)
 
     def compile_kernels(self) -> None:
@@ -135,7 +140,7 @@ class Prompts(DecodeSteps):
         if self.captured:  # PyTorch forgets a pool when its last graph has gone
             self.pool = torch.cuda.graph_pool_handle()
         if self.graphs is not None:
-            self.graphs = GraphCache(self.device)
+            self.graphs = GraphCache(self.device, captures_repeats=self.batch == 1)
 
     def expect(self, longest: int) -> None:
         """Let texts have as many tokens, if fewer were expected: steps are captured anew."""
@@ -143,18 +148,17 @@ class Prompts(DecodeSteps):
             self.longest = None
             self.forget_graphs()
 
-    def warm_up_short_prompts(self) -> None:
-        """Compile and capture short chunks, of no real token, where no sequence reaches."""
-        for size in expected_chunks(self.short_chunks, self.options.prompt_lengths):
-            numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
-            numbers = send(numbers, self.device)
-            with without_tuning():
-                for _ in range(2):
-                    with self.runner.warming_up():
-                        self.run_short_numbers(numbers)
-                if self.captures(size):
-                    key = size, None, self.watch
-                    self.graphs.prepare(key, self.run_short_numbers, numbers)
+    def warm_up_short_chunk(self, size: int) -> None:
+        """Compile and capture a short chunk, of no real token, where no sequence reaches."""
+        numbers = self.short_numbers([0] * size, -1, self.cache_len - size)
+        numbers = send(numbers, self.device)
+        with without_tuning():
+            for _ in range(2):
+                with self.runner.warming_up():
+                    self.run_short_numbers(numbers)
+            if self.captures(size):
+                key = size, None, self.watch
+                self.graphs.prepare(key, self.run_short_numbers, numbers)
 
     def start_row(
         self, row: int, ids: Sequence[int], sampling: Sampling, chunk: int | None = None
@@ -312,7 +316,7 @@ class Prompts(DecodeSteps):
         if not self.captures(Q) or (self.batch > 1 and not anywhere):
             return run(send(numbers, self.device))
         key = Q, "anywhere" if anywhere else end, self.watch
-        return self.graphs(key, run, sendable(numbers, self.device))
+        return run_graph(self, key, run, numbers)
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
         """`run_model` on a short chunk of tokens from position `start` on, by the decode runner.
@@ -322,8 +326,7 @@ class Prompts(DecodeSteps):
         numbers = self.short_numbers(part, last, start)
         if not self.captures(size := numbers.shape[1] // 2):
             return self.run_short_numbers(send(numbers, self.device))
-        key, sent = (size, None, self.watch), sendable(numbers, self.device)
-        return self.graphs(key, self.run_short_numbers, sent)
+        return run_graph(self, (size, None, self.watch), self.run_short_numbers, numbers)
 
     def captures(self, size: int) -> bool:
         """Whether chunks of this size can be captured."""
@@ -381,22 +384,39 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
             yield tokens, begin + tokens, anywhere
 
 
-def capture_next(session: Prompts) -> bool:
-    """Capture one of the chunks that run anywhere; return whether to go on with others.
+def run_graph(session: Prompts, key: tuple, run: Callable, numbers: Tensor) -> tuple[Tensor, ...]:
+    """Call `run` through the graph of a key; without one, leave the graph to `capture_next`.
 
-    A server calls this while it has nothing to do, until row 0 is in use. A chunk that cannot be
-    captured, for want of memory, is the last one; others are captured when they repeat.
+    numbers: the argument of `run`, on the host. A session of one row captures repeated calls.
     """
-    if not session.left or session.cached[0]:
+    if session.batch > 1 and not (session.graphs.has(key) or key in session.expected):
+        session.expected.add(key)
+        session.left.append(key)
+    return session.graphs(key, run, sendable(numbers, session.device))
+
+
+def capture_next(session: Prompts) -> bool:
+    """Capture one of the chunks that are left; return whether to go on with others.
+
+    A server calls this while it has nothing to do. The memory of row 0 stays. A chunk that cannot
+    be captured, for want of memory, is the last one.
+    """
+    if not session.left:
         return False
-    size, session.watch = session.left.popleft(), False
+    size, end, session.watch = key = session.left.popleft()
+    session.between_layers = None
     start = max(0, min(size, session.cache_len - size))  # as of a later turn
     numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
     try:
-        for _ in range(2 if session.runs_anywhere(0, size, start) else 0):
-            session.run_chunk(numbers, size, start + size)
-        session.reset(0)
-    except RuntimeError as error:
+        if end is None:
+            session.warm_up_short_chunk(size)
+        elif session.runs_anywhere(0, size, start):
+            session.graphs.expect(key)
+            with session.keeping(0, start, start + size):
+                session.run_chunk(numbers, size, start + size)
+            if session.graphs.is_full:
+                session.left.clear()
+    except RuntimeError as error:  # no memory to run it
         session.left.clear()
         warn_of_capture("prompts", error)
     return bool(session.left)

@@ -5,7 +5,8 @@ place.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -111,6 +112,19 @@ class SessionRows:
         """Let the snapshots know what these rows have taken in, before that changes."""
         for row in rows:
             self.snapshots.note(row, self.cached[row])
+
+    @contextmanager
+    def keeping(self, row: int, start: int, end: int) -> Iterator[None]:
+        """Within, a call may write these positions of a row; then its memory is as before."""
+        views = [
+            view[..., start:end, :] if view.shape[-2] == self.cache_len else view  # a state, a ring
+            for view in self.memory.views[row]
+        ]
+        kept = [view.clone() for view in views]
+        try:
+            yield
+        finally:
+            copy_all(kept, views)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make an idle row remember the first tokens of another row, at most `length`."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -249,7 +250,7 @@ class Endpoints:
                         raise APIError(reason, 413)
         except TimeoutError:
             raise APIError(f"the body did not arrive within {BODY_TIMEOUT:.0f} s", 408) from None
-        return bytes(body)
+        return bytes(body).removeprefix(BOM_UTF8)
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """Return an endpoint that checks access first."""

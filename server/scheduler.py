@@ -40,9 +40,10 @@ from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
-# An idle rank 0 prepares parts, and sends a message to the other ranks, so often, and first when it
-# has been idle for so long: the next request of a conversation often comes at once, and would wait.
+# A server prepares parts when it has been idle for so long: the next request of a conversation
+# often comes at once, and would wait. So often it looks whether their kernels are compiled.
 QUIET_SECONDS = 2.0
+HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
 ENDING = "the server is ending"
 
@@ -74,8 +75,9 @@ class Scheduler:
         self.changed, self.closed = threading.Condition(), False
         self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
-        # Prepares a part while there is nothing to do; returns whether more is left.
+        # Prepares a part while there is nothing to do; returns whether to go on with others.
         self.prepare_next: Callable[[], bool] = lambda: False
+        self.is_prepared: Callable[[], bool] = lambda: True  # nothing is left to prepare
         self.metrics = Metrics(self.waiting, lambda: len(self.clients), model_name)
         self.seconds_per_answer = 1.0  # a moving average
 
@@ -145,7 +147,7 @@ class Scheduler:
 
     def commands(self) -> Iterator[Command]:
         """Yield a Command before each step, until `close`. Waits while there is nothing to do."""
-        quiet_from = 0.0
+        quiet_from = time.monotonic() + QUIET_SECONDS
         while not self.closed:
             if not self.is_idle():
                 quiet_from = time.monotonic() + QUIET_SECONDS
@@ -153,7 +155,7 @@ class Scheduler:
                 pass
             with self.changed:
                 if self.is_idle():
-                    self.changed.wait(QUIET_SECONDS)
+                    self.changed.wait(self.idle_seconds())
                 if self.has_drained():
                     break
                 started = self.take_expired()
@@ -168,6 +170,12 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
         return not (self.queue or self.clients or self.closed) and self.drain_until is None
+
+    def idle_seconds(self) -> float | None:
+        """Return how long to wait while there is nothing to do; None: until a request comes."""
+        if not self.is_prepared():
+            return QUIET_SECONDS
+        return HEARTBEAT_SECONDS if process_group.size() > 1 else None
 
     def next_turn(self) -> QueuedRequest:
         """Move the request whose turn it is to the queue's front, and return it.
@@ -282,6 +290,7 @@ class Decoder:
         self.offloaded = offloaded_layers(session.model)
         if scheduler:
             scheduler.prepare_next = self.batch.prepare_next
+            scheduler.is_prepared = lambda: not any(self.batch.left)
             scheduler.metrics.vllm.cache_usage = self.cache_usage
 
     def cache_usage(self) -> float:

@@ -123,8 +123,7 @@ def test_prompts_alone_take_graphs_of_all_positions(kind):
     graphs, batch = as_if_captured(session), Batch(session)
     while batch.prepare_next():
         pass
-    assert graphs.keys == [(64, "anywhere", False)] * 2  # no longer later turn fits
-    assert session.cached[0] == 0
+    assert graphs.keys == [(64, "anywhere", False)]  # no longer later turn fits
     graphs.keys.clear()
     for request in requests:  # the second one's last tokens run in steps
         assert run(batch, [request]) == answers_alone(kind, [request])
@@ -132,6 +131,48 @@ def test_prompts_alone_take_graphs_of_all_positions(kind):
     assert run(batch, requests) == answers_alone(kind, requests)
     assert len(graphs.keys) == 4  # the first one's alone: no other has a row yet
     assert run(batch, requests[::-1], [0, 1, 2, 3]) == answers_alone(kind, requests[::-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_captured_ahead_changes_no_row(kind):
+    """Conversations go on in their rows, the first one among them; the last prompt ran beside."""
+    requests, _ = random_requests(14, 4)
+    session = make_session(kind, rows=3)
+    graphs, batch = as_if_captured(session), Batch(session)
+    texts = [r[0] + a for r, a in zip(requests, run(batch, requests), strict=True)]
+    kept = [ids[:cached] for ids, cached in zip(session.ids, session.cached, strict=True)]
+    memory = [[view.clone() for view in row] for row in session.memory.views]
+    graphs.keys.clear()
+    while batch.prepare_next():
+        pass
+    assert graphs.keys == [(64, "anywhere", False)] and not any(batch.left) and all(session.cached)
+    assert kept == [ids[:cached] for ids, cached in zip(session.ids, session.cached, strict=True)]
+    for before, after in zip(memory, session.memory.views, strict=True):
+        assert all(map(torch.equal, before, after))
+    turns = [([*text, n], 5, GREEDY) for n, text in enumerate(texts)]
+    assert run(batch, turns) == answers_alone(kind, turns)
+
+
+def test_a_watched_prompt_is_captured_when_a_server_has_nothing_to_do():
+    """No answer waits for a capture: the first prompts of a kind run without a graph."""
+    session = make_session(rows=3)
+    graphs, batch = as_if_captured(session), Batch(session)
+    session.short_chunks = (8,)
+    while batch.prepare_next():
+        pass
+    graphs.keys.clear()
+    for length in (5, 30, 31, 60):  # turns of a conversation
+        batch.start([7 * n % 60 for n in range(length)], 1, GREEDY, watch=True)
+        while batch.count:
+            batch.prefill()
+            for token in batch.step():
+                batch.end(token.sequence)
+    expected = [(8, None, True), (64, "anywhere", True)]
+    assert [*session.left] == expected == [*dict.fromkeys(graphs.keys)] and any(batch.left)
+    del graphs.keys[:]
+    while batch.prepare_next():
+        pass
+    assert graphs.keys == expected and not session.left
 
 
 @pytest.mark.parametrize("kind", KINDS)

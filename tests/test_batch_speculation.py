@@ -520,7 +520,7 @@ def test_kernels_of_passes_are_compiled_before_they_are_captured(
     captures, steps = batch.speculation.captures, batch.speculation.steps
     assert not captures.capture_next() and not begun  # nothing is left
     batch.prepare()
-    assert not launched and len(captures.left) == 2 * (4 + 3 + 1)
+    assert not launched and len(captures.left) == 2 * (4 + 3 + 1) and any(batch.left)
     if compiles_ahead:
         for _ in range(3):
             assert not captures.capture_next() and not steps and begun == [["a"]]

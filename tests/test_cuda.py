@@ -76,7 +76,7 @@ from runtime.memory import free_gpu_memory
 from runtime.runner import CompiledRunner
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
-from runtime.session_prompts import MAX_SHORT_CHUNKS
+from runtime.session_prompts import ANYWHERE_CHUNKS, MAX_SHORT_CHUNKS, capture_next
 from runtime.speculation import Speculation
 from tests.delta_kernels_without_gpu import random_few
 from tests.delta_kernels_without_gpu import random_prompt as random_rule
@@ -711,6 +711,38 @@ def test_turns_of_a_chat_replay_one_graph(arch):
     assert [key for key, run in session.graphs.known.items() if run] == [(256, "anywhere", False)]
     for want, got in zip(found[:4], found[4:], strict=True):
         assert (got - want).norm() < 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("arch", ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-20b"))
+def test_prompts_captured_ahead_leave_a_conversation(arch):
+    """A server's in row 0: its next turn has the bits of one without captures."""
+    args, found = first_layers(architecture(arch), 4), []
+    model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
+    first, second = random_prompt(args, 300), random_prompt(args, 200)
+    for captures in (False, True):
+        options = SessionOptions(batch=2, compile=True, runner_class=FusedRunner)
+        session = Session(model, 2048, options)
+        for _ in session.prefill(0, first, 0):
+            session.cached[0] = len(first)
+        kept = [view.clone() for view in session.memory.views[0]]
+        while captures and capture_next(session):
+            pass
+        assert all(map(torch.equal, kept, session.memory.views[0]))
+        sizes = [size for (size, *_), run in session.graphs.known.items() if run]
+        assert sizes == ([*ANYWHERE_CHUNKS] if captures else [])
+        *_, (logits, *_) = session.prefill(0, second, len(first))
+        found.append(logits)
+    assert torch.equal(*found)
+    session.watch, kept = True, []
+    for turn, ids in enumerate((second, second[:5], second, second[:5])):  # eager, then replayed
+        with session.keeping(0, len(first), 1024):
+            *_, (logits, *_) = session.prefill(0, ids, len(first))
+        kept.append(logits)
+        while turn and capture_next(session):
+            pass
+        session.watch = True
+    assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
+    assert all(session.graphs.has(key) for key in ((256, "anywhere", True), (8, None, True)))
 
 
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))

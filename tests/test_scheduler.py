@@ -204,6 +204,42 @@ def test_no_part_is_prepared_soon_after_a_request(monkeypatch):
     driver.end()
     ended = time.monotonic()
     driver.scheduler.prepare_next = lambda: bool(times.append(time.monotonic()))
+    driver.scheduler.is_prepared = lambda: False
     while not times:
         driver.begin()
     assert 0.1 < times[0] - ended < 5
+
+
+def test_no_part_is_prepared_soon_after_the_start(monkeypatch):
+    """A first request often comes as soon as the server is ready."""
+    driver, times = Driver(1), []
+    driver.scheduler.prepare_next = lambda: bool(times.append(time.monotonic()))
+    driver.scheduler.is_prepared = lambda: False
+    monkeypatch.setattr(scheduler, "QUIET_SECONDS", 0.2)
+    started = time.monotonic()
+    while not times:
+        driver.begin()
+    assert 0.1 < times[0] - started < 5
+
+
+def test_an_idle_scheduler_wakes_only_for_what_is_left(monkeypatch):
+    """It looks whether kernels are compiled, and wakes other ranks. Else it waits for a request."""
+    monkeypatch.setattr(scheduler, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "HEARTBEAT_SECONDS", 0.01)
+    driver, looks = Driver(1), []
+
+    def prepare_next() -> bool:
+        looks.append(time.monotonic())
+        return False
+
+    driver.scheduler.prepare_next = prepare_next
+    driver.scheduler.is_prepared = lambda: len(looks) >= 3
+    assert [driver.begin() for _ in range(2)] == [([], 0)] * 2  # the first one before any look
+    threading.Timer(0.3, driver.ask, ["a", 1]).start()
+    while not (begun := driver.begin()[0]):
+        pass
+    assert begun == [("a", 0)]
+    assert len(looks) == 3 and time.monotonic() - looks[-1] > 0.1
+    driver.end()
+    monkeypatch.setattr(scheduler.process_group, "size", lambda: 2)
+    assert [driver.begin() for _ in range(3)] == [([], 0)] * 3

@@ -984,6 +984,8 @@ def test_body_size_content_type_and_host_are_checked(running):
     for coding in ("", "Identity"):
         headers = JSON | {"Content-Encoding": coding}
         assert running.post(content=b'{"prompt": "x"}', headers=headers).status_code == 200
+    marked = running.post(content=b'\xef\xbb\xbf{"prompt": "x"}', headers=JSON)
+    assert marked.status_code == 200  # a byte order mark
     elsewhere = running.post(json={"prompt": "x"}, headers={"Host": "evil.example"})
     assert elsewhere.status_code == 403 and "localhost" in elsewhere.json()["error"]["message"]
     assert running.post(json={"prompt": "x"}, headers={"Host": "[::1]:80"}).status_code == 200

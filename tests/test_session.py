@@ -32,7 +32,7 @@ from runtime.outbox import Outbox
 from runtime.runner import EagerRunner
 from runtime.sampling import Noise, Sampling, sample
 from runtime.session import Session, SessionOptions
-from runtime.session_prompts import short_chunk_sizes
+from runtime.session_prompts import capture_next, short_chunk_sizes
 from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
@@ -537,6 +537,31 @@ def test_a_repeated_call_is_captured(monkeypatch):
     for n in range(graphs.MAX_GRAPHS):
         cache(n, double, x[3])
     assert len(cache.known) == graphs.MAX_GRAPHS and "a" not in cache.known
+    log.clear()
+    cache = graphs.GraphCache(torch.device("cpu"), captures_repeats=False)
+    assert [cache("a", double, x[1])[0].tolist() for _ in range(3)] == [[2, 2]] * 3
+    assert "capture" not in log
+    cache.expect("a")
+    cache("a", double, x[1])
+    assert cache.has("a") and log.count("capture") == 1
+
+
+def test_a_call_that_cannot_be_captured_runs_without(monkeypatch, caplog):
+    """For want of memory: no answer fails for it, and no other capture is tried."""
+    captures = []
+
+    def fail(*_):
+        captures.append(1)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs.GraphCache, "capture", fail)
+    cache, x = graphs.GraphCache(torch.device("cpu")), torch.ones(1)
+    cache.expect("a")
+    for key in ("a", "a", "b", "b", "a"):
+        assert cache(key, lambda x: (2 * x,), x)[0].item() == 2
+    assert cache.is_full and captures == [1] and not (cache.has("a") or cache.has("b"))
+    assert caplog.text.count("no more prompts are captured: CUDA out of memory") == 1
 
 
 def test_an_outbox_keeps_two_steps_apart(monkeypatch):
@@ -687,12 +712,18 @@ class CalledGraphs:
     """A GraphCache that captures nothing, and notes the keys of its calls."""
 
     def __init__(self) -> None:
-        self.keys, self.known = [], set()
+        self.keys, self.known, self.is_full = [], set(), False
 
     def __call__(self, key, function, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.keys.append(key)
         self.known.add(key)
         return function(*tensors)
+
+    def expect(self, key) -> None:
+        pass
+
+    def prepare(self, key, function, *tensors: Tensor) -> None:
+        self(key, function, *tensors)
 
     def has(self, key) -> bool:
         return key in self.known
@@ -725,6 +756,24 @@ def test_one_graph_runs_turns_of_every_family_at_all_positions(name, make_family
         assert graphs.keys == [first, *later]
         graphs.keys.clear()
         session.reset()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_captured_ahead_leaves_the_text_of_every_family(name, make_family):
+    """It goes on from keys and values, rings and states, some of whose tokens are pending."""
+    model = load_model(make_family(name).directory, "cpu", torch.float32)
+    text, answers = [(37 * n + 11) % 150 for n in range(71)], []
+    for captures in (False, True):
+        session = open_session(model, 128)
+        for end in (66, 70):
+            list(session.stream(text[:end], 1, GREEDY))
+        if captures:
+            graphs = as_if_captured(session)
+            while capture_next(session):
+                pass
+            assert len(graphs.keys) == 2 and session.cached == [70]
+        answers.append(list(session.stream(text[:71], 9, GREEDY)))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("sizes", ((32,), (8, 32)), ids=str)
