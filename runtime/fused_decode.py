@@ -20,12 +20,14 @@ from ops.inductor import materialize
 from ops.launch import KernelError, can_launch, compile_only, give_up
 from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
+from ops.step.logit_edits import edit_logits
 from ops.step.token_draw import draw_tokens
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
 from runtime.fused_prompt import PromptRunner, state_of_its_own
 from runtime.layer_kinds import kinds_of
+from runtime.logit_edits import EditState
 from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM
@@ -331,18 +333,22 @@ class FusedRunner(CompiledRunner):
             x = self.compiled_norm(model, x)
         return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)
 
-    def sample_step(self, rule: Callable) -> Callable:
-        compiled = super().sample_step(rule)
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
+        compiled_edit, compiled_sample = super().token_steps(rule)
+
+        def edit_step(edits: EditState, state: StepState, logits: Tensor) -> Tensor:
+            edit = partial(edit_logits, edits, state, logits)
+            return edit() if self.runs("edits", edit) else compiled_edit(edits, state, logits)
 
         def sample_step(state: StepState, logits: Tensor, count: int) -> None:
             if rule is not sample or count > MAX_CANDIDATES:
-                return compiled(state, logits, count)
+                return compiled_sample(state, logits, count)
             draw = partial(draw_tokens, logits, state)
             if not self.runs("sampling", draw):
-                return compiled(state, logits, count)
+                return compiled_sample(state, logits, count)
             draw()
 
-        return sample_step
+        return edit_step, sample_step
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         _, compiled = super().pass_steps()

@@ -7,10 +7,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from model import COUNTING_SORT_MAX_TOKENS, Block, Chunk, Context, Runner, Transformer
-from ops.inductor import any_size, compiled
+from ops.inductor import UNTUNED, any_size, compiled
 from ops.launch import KernelError, broken, can_launch, give_up
 from ops.plain.pending import MAX_TENTATIVE
 from ops.products.prompt import GROUPED
+from runtime.logit_edits import edit_logits
 from runtime.sampling import StepState, make_sample_step
 from runtime.verification import begin_pass, verify_pass
 
@@ -77,9 +78,9 @@ class EagerRunner(Runner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return without_broken_kernels(super().logits, model, normed, last)
 
-    def sample_step(self, rule: Callable) -> Callable:
-        """Return `make_sample_step(rule)` as this runner executes it."""
-        return make_sample_step(rule)
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
+        """Return `edit_logits` and `make_sample_step(rule)` as this runner executes them."""
+        return edit_logits, make_sample_step(rule)
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         """Return `verification.begin_pass` and `verify_pass` as this runner executes them."""
@@ -124,8 +125,9 @@ class CompiledRunner(EagerRunner):
         form = compiled(function, dynamic=self.dynamic, **options)
         return partial(without_broken_kernels, form)
 
-    def sample_step(self, rule: Callable) -> Callable:
-        return compiled(make_sample_step(rule), dynamic=False)
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
+        edit = compiled(edit_logits, dynamic=False, options=UNTUNED)
+        return edit, compiled(make_sample_step(rule), dynamic=False)
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         for_any = compiled(verify_pass)

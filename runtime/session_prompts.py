@@ -14,6 +14,7 @@ from ops.compile_ahead import collect
 from ops.gpu import gpu_of
 from ops.inductor import without_tuning
 from ops.plain.attention import SHORT_CACHE
+from ops.step.logit_edits import edit_logits
 from ops.step.token_draw import draw_tokens
 from runtime.compile_ahead import compile_ahead, stop_compiling
 from runtime.fused_decode import FusedRunner, one_of_each_kind
@@ -125,8 +126,8 @@ class Prompts(DecodeSteps):
                 launch_chunks(self, self.prefill_runner, one_of_each_kind(runner))
             for size in steps:
                 logits = torch.empty(size, self.seen.shape[1], device=self.device)
-                rows, _ = self.first_rows(size)
-                draw_tokens(logits, rows)
+                rows, edits = self.first_rows(size)
+                draw_tokens(edit_logits(edits, rows, logits), rows)
                 if self.outbox:
                     self.outbox.post(rows.token)
             self.launch_more(runner)

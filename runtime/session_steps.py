@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from model import COUNTING_SORT_MAX_TOKENS, Chunk, KVCache, MoE, Runner, Transformer
-from ops.inductor import UNTUNED, compiled, without_tuning
+from ops.inductor import without_tuning
 from ops.launch import can_launch
 from ops.plain.attention import BLOCK
 from ops.plain.pending import MAX_TENTATIVE
 from runtime.graphs import CapturedStep, run_on_host
 from runtime.kernel_choice import choose_runner, describe_kernels, passes_are_kernels
-from runtime.logit_edits import edit_logits
 from runtime.memory import PREFILL_CHUNK, choose_chunk, free_gpu_memory
 from runtime.outbox import Outbox
 from runtime.runner import CompiledRunner, EagerRunner
@@ -101,11 +100,8 @@ class DecodeSteps(SessionRows):
         self.prefill_runner: EagerRunner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
-        self.sample_step = self.runner.sample_step(options.sample_rule)
+        self.edit_step, self.sample_step = self.runner.token_steps(options.sample_rule)
         self.joins_greedy = self.runner.chooses_by_kernels and options.sample_rule is sample
-        self.edit_step = edit_logits
-        if options.compile:
-            self.edit_step = compiled(edit_logits, dynamic=False, options=UNTUNED)
 
     @property
     def captures_fast(self) -> bool:

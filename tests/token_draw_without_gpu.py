@@ -1,6 +1,6 @@
 """Run and compile the kernels that choose tokens without a GPU; see kernels_without_gpu.py.
 
-They are those of ops/step/token_draw.py, and of ops/step/draft_check.py for passes.
+They are those of ops/step/token_draw.py and logit_edits.py, and of draft_check.py for passes.
 
     TRITON_INTERPRET=1 python tests/token_draw_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from ops.step import draft_check, token_draw
+from ops.step import logit_edits as step_edits
 from ops.step.draft_check import MOST
-from runtime import verification
+from runtime import logit_edits, verification
+from runtime.logit_edits import EditState, make_edit_state, mask_words
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests import interpreter
 from tests.kernels_without_gpu import OnCuda
@@ -98,9 +100,28 @@ def run(case: dict, device: str = "cpu") -> dict:
     posted = torch.stack((-fused.token.flatten(), fused.token.flatten())).cpu()
     same_posts = slots[:, :B].equal(posted) and slots[:, B].tolist() == [7, 7] and count.item() == 5
     others = zip(plain[1:], fused[1:], strict=True)
-    same = same_posts and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
+    same = same_posts and edits_are_same(logits, plain)
+    same = same and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
     tokens = [s.token.flatten().tolist() for s in (plain, fused)]
     return {"plain": tokens[0], "fused": tokens[1], "same": same}
+
+
+def edits_are_same(logits: Tensor, state: StepState) -> bool:
+    """Whether the kernel edits logits, and counts tokens, as plain PyTorch does."""
+    (B, V), generator = logits.shape, torch.Generator().manual_seed(3)
+    made = EditState(
+        counts=torch.randint(0, 3, (B, V), generator=generator).float(),
+        penalties=torch.randn(B, 2, generator=generator),
+        bias=torch.randn(B, V, generator=generator) * 10,
+        allowed=torch.randint(-(2**31), 2**31, (B, mask_words(V)), generator=generator).int(),
+    )
+    state = state._replace(token=torch.arange(B).unsqueeze(1) * (V // B) - 1)  # one is NOT_FINITE
+    state = StepState(*(part.to(logits.device) for part in state))
+    plain, fused = (EditState(*(part.clone().to(logits.device) for part in made)) for _ in "ab")
+    wanted = logit_edits.edit_logits(plain, state, logits)
+    found = step_edits.edit_logits(fused, state, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5, equal_nan=True)
+    return all(a.equal(b) for a, b in zip(plain, fused, strict=True))
 
 
 def run_pass(case: dict, device: str = "cpu") -> dict:
@@ -167,7 +188,8 @@ def counts() -> dict:
     two, result = StepState(*(part[:2] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
 
     def launch_all() -> None:
-        token_draw.draw_tokens(many, state)
+        edits = make_edit_state(B, V, many.device)
+        token_draw.draw_tokens(step_edits.edit_logits(edits, state, many), state)
         passed, _, last = draft_check.begin_pass(two, whole[:6].view(2, 3))
         q, logits = torch.empty(2, 3, V), many.view(2, 4, V)
         given = two, logits, passed, last, q, result
