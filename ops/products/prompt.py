@@ -32,6 +32,7 @@ from ops.products.codes import activate
 from ops.products.prompt_weights import (
     PromptSettings,
     PromptTile,
+    finish_gguf,
     load_numbers,
     load_scales,
     load_words,
@@ -39,6 +40,7 @@ from ops.products.prompt_weights import (
     prompt_operands,
     scale_factors,
     weight_field,
+    word_scale_bits,
 )
 from ops.products.units import finish, finish_int4
 from ops.sizes import cdiv
@@ -121,6 +123,8 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         sums = finish(sums, factor, s.kind, DTYPE)
     if s.kind == "int4":
         sums = finish_int4(sums, weights, DTYPE)
+    elif s.gguf:
+        sums = finish_gguf(sums, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order
@@ -163,7 +167,7 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
             at = (weight_rows, scale_rows, unit)
             own = factors
             if s.step_scaled and AHEAD < 2:
-                scales = fetched if AHEAD == 1 else load_words(weights, weight_rows, start, s)
+                scales = load_words(weights, weight_rows, start, s) if s.in_words else fetched
                 own = scale_factors(scales, weights, weight_rows, s, DTYPE)
             numbers = load_numbers(weights, own, at, inside, start, s)
             if s.step_scaled and AHEAD == 2:
@@ -318,8 +322,6 @@ def grouped_gemm(
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     rows = N if group_ends is None else None
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, rows
-    scale = tensors.scale
-    in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     chosen = tile
     if chosen is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
@@ -330,7 +332,8 @@ def grouped_gemm(
             chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
-    fields = out, width, E, kind, bits, group, chosen, active, activation, in_words
+    scale_bits = word_scale_bits(tensors, width, group)
+    fields = out, width, E, kind, bits, group, chosen, active, activation, scale_bits
     candidates = grouped_candidates(fields, tile is not None)
     s, options = candidates[0] if tile else fit(_grouped, candidates, *given)
     tiles, blocks = cdiv(N, s.tile.rows) + E - 1, cdiv(results, s.block)

@@ -17,15 +17,20 @@ from ops.products.units import (
     decode,
     decode_hqq,
     e2m1_factor,
+    e4m3_pairs,
     finish,
     finish_int4,
+    half,
     hqq_offset,
     int4_factor,
     pair_factors,
-    scale_and_min,
+    scaled_byte,
     scaled_int4,
-    signed_byte,
+    sixty_fourth,
+    times_two_digits,
     to_fp32,
+    twice,
+    two_digits,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
 from ops.sizes import cdiv, pow2
@@ -36,6 +41,9 @@ MANY_ROWS = 64
 # but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
 # programs for all multiprocessors.
 MOST_DECODED, WIDE = 256, 8192
+
+
+BLOCK = 256  # numbers of a `step` of GGUF
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
-    in_words: bool = True  # scales have 16 bits and begin with a word of 32
+    scale_bits: int = 0  # of a group, if scales and steps begin with words of 32 bits; 0: others
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`
 
     # Outputs are those of gates, then as many ups.
@@ -87,19 +95,30 @@ class PromptSettings(Codes):
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
+    step_numbers = property(lambda s: BLOCK)
+    # Codes that become pairs of bf16 are these times as small (`sixty_fourth`).
+    code_share = property(lambda s: 64.0 if s.kind in ("q4_k", "q8_0") else 1.0)
+    # Numbers whose scales are a word of 32 bits.
+    word_numbers = property(lambda s: s.group * 32 // s.scale_bits)
+
+    @property
+    def in_words(self) -> bool:
+        """Whether a step's scales are whole words, or a part of one group: `load_words`."""
+        if self.scale_bits == 0 or self.half_quadratic:
+            return False
+        BK = self.tile.numbers
+        whole = BK % self.word_numbers == 0 or self.group % BK == 0
+        return whole and self.width % self.word_numbers == 0 and (BLOCK % BK == 0 or not self.gguf)
+
     @property
     def scales_ahead(self) -> int:
         """How many steps ahead a step's scales are loaded: 0 if Triton pipelines them.
 
-        It pipelines loads of at least 32 bits, so int4's scales by `load_words`. Scales loaded one
+        It pipelines loads of at least 32 bits: those of `load_words`. Scales loaded one
         step ahead arrive late: ptxas moves the load behind the step's last product, and the next
         step waits. Two steps ahead they arrive in time, for a register more each.
         """
-        if self.kind == "mxfp4":
-            return 2
-        BK, groups = self.tile.numbers, self.width // self.group
-        whole = BK % (2 * self.group) == 0 or self.group % BK == 0
-        return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
+        return 0 if self.in_words else 2 if self.kind == "mxfp4" else 1
 
 
 def unpacks_first(N: int, out: int, kind: str) -> bool:
@@ -120,6 +139,14 @@ def prompt_operands(
     if kind == "mxfp4" and tensors.scale.shape[-1] % 2 == 0:
         tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     return tensors, bits, group
+
+
+def word_scale_bits(tensors: WeightTensors, width: int, group: int) -> int:
+    """Return the bits of a group's scale, or 0 if `scale` or `step` begins within a word."""
+    found = [part for part in (tensors.scale, tensors.step) if part is not None]
+    if any(part.storage_offset() * part.element_size() % 4 for part in found) or not found:
+        return 0
+    return 8 * tensors.scale.element_size() * tensors.scale.shape[-1] * group // width
 
 
 @jit
@@ -179,26 +206,48 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 @jit
 def load_words(weights, rows, start, s: tl.constexpr):
-    """`load_scales` of int4, as words of two scales -> [BN, n], twice.
+    """`load_scales`, as words of 32 bits -> scales [BN, n], and zeros or steps [BN, n or 1].
 
     Rows have whole words; a step has whole words, too, or a part of one group.
     """
     BK: tl.constexpr = s.tile.numbers
-    WORDS: tl.constexpr = s.width // s.group // 2
-    n: tl.constexpr = max(1, BK // (2 * s.group))
+    EACH: tl.constexpr = 32 // s.scale_bits  # scales of a word
+    WORDS: tl.constexpr = s.width // s.word_numbers
+    n: tl.constexpr = max(1, BK // s.word_numbers)
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = start // (2 * s.group) + tl.arange(0, n)[None, :]
+    at = start // s.word_numbers + tl.arange(0, n)[None, :]
     if s.width % BK:
         at = tl.minimum(at, WORDS - 1)
-    word = tl.load(words + rows * WORDS + at)
-    if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
-        word = word >> start // s.group % 2 * 16
-        both = tl.join(word, word)
+    scale = tl.load(words + rows * WORDS + at)
+    if s.gguf and weights.step is not None:
+        return scale, _load_step(weights.step, rows, start // s.step_numbers, s)
     else:
-        both = tl.join(word, word >> 16)
-    both = tl.reshape(both, [both.shape[0], 2 * n]).to(tl.int16)
-    scale = both.to(weights.scale.dtype.element_ty, bitcast=True)
-    return scale, scale
+        if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
+            scale = scale >> start // s.group % EACH * s.scale_bits
+            scale = tl.reshape(tl.join(scale, scale), [scale.shape[0], 2])
+        elif EACH == 2:
+            scale = tl.reshape(tl.join(scale, scale >> 16), [scale.shape[0], 2 * n])
+        elif EACH == 4:
+            scale = tl.join(tl.join(scale, scale >> 16), tl.join(scale >> 8, scale >> 24)) & 0xFF
+            scale = tl.reshape(scale, [scale.shape[0], 4 * n])
+        if s.scale_bits == 16:
+            scale = scale.to(tl.int16)
+        if s.scale_bits > 8:
+            scale = scale.to(weights.scale.dtype.element_ty, bitcast=True)
+        return scale, scale
+
+
+@jit
+def _load_step(steps, rows, block, s: tl.constexpr):
+    """Load the `step` of a block of each row -> [BN, 1]. Those of 16 bits are a half of a word."""
+    BLOCKS: tl.constexpr = s.width // s.step_numbers
+    at = rows * BLOCKS + tl.minimum(block, BLOCKS - 1)
+    if steps.dtype.element_ty.primitive_bitwidth == 32:
+        return tl.load(steps + at)
+    else:
+        words = steps.to(tl.pointer_type(tl.int32), bitcast=True)
+        half_word = tl.load(words + at // 2) >> (at % 2 * 16).to(tl.int32)
+        return half_word.to(tl.int16).to(steps.dtype.element_ty, bitcast=True)
 
 
 @jit
@@ -206,19 +255,23 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     """Convert fetched scales (`load_scales`, `load_words`) to each group's factor, offset [BN, n].
 
     A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units.
+    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units. Those
+    of `times_two_digits` are int32.
     """
     scale, zero = fetched
     offset = 0.0
     if s.kind == "nvfp4":
-        scale, offset = pair_factors(scale, DTYPE)
+        if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+            scale = e4m3_pairs(scale.to(tl.int32))
+        else:
+            scale, offset = pair_factors(scale, DTYPE)
     elif s.kind == "mxfp4":
-        scale = scale.to(tl.int32)
-        if s.paired:
+        if s.paired and scale.dtype == tl.int16:
+            scale = scale.to(tl.int32)
             n: tl.constexpr = scale.shape[1]
             both = tl.join(scale & 0xFF, scale >> 8 & 0xFF)
             scale = tl.reshape(both, [scale.shape[0], 2 * n])
-        scale = e2m1_factor(scale, DTYPE)
+        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
     elif s.kind == "int4" and scale.dtype != tl.bfloat16:
         scale = scale.to(tl.float32)  # or Triton would round products to fp16
     elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
@@ -231,17 +284,75 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
             zero = zero * step + low
         offset = hqq_offset(scale, zero, DTYPE)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        scale, least = scale_and_min(scale, zero)
-        offset = least - scale * (8.0 if s.kind == "q4_k" else 16.0)
-    elif s.kind == "q6_k":
-        step = zero.to(tl.float32)
-        scale, offset = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
     elif s.gguf:
-        scale = scale.to(tl.float32)
-        if weights.step is not None:
-            scale *= zero.to(tl.float32)
+        PAIRS: tl.constexpr = tl.bfloat16 == DTYPE and tl.target_info.is_cuda()
+        scale, offset = gguf_factors(scale, zero, weights, s, PAIRS)
+        if PAIRS:
+            scale = two_digits(scale)
+            if s.kind == "q6_k":
+                offset = two_digits(offset)
+            elif s.has_offset:
+                offset = twice(offset)
     return scale, offset
+
+
+@jit
+def _scaled_bytes(
+    scale, K: tl.constexpr, step, SIGNED: tl.constexpr, s: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Return byte K of each group's scale, times step, fp32 [BN, groups].
+
+    scale: groups' scales, or words of these, int32.
+    """
+    first = scaled_byte(scale.to(tl.int32), K, step, SIGNED, PAIRS)
+    if scale.dtype != tl.int32:
+        return first
+    elif s.scale_bits == 16:
+        second = scaled_byte(scale, K + 2, step, SIGNED, PAIRS)
+        return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
+    else:
+        second = scaled_byte(scale, 1, step, SIGNED, PAIRS)
+        third = scaled_byte(scale, 2, step, SIGNED, PAIRS)
+        fourth = scaled_byte(scale, 3, step, SIGNED, PAIRS)
+        both = tl.join(tl.join(first, third), tl.join(second, fourth))
+        return tl.reshape(both, [first.shape[0], 4 * first.shape[1]])
+
+
+@jit
+def gguf_factors(scale, step, weights, s: tl.constexpr, PAIRS: tl.constexpr):
+    """Return fp32 factors and offsets of GGUF's kinds, both for sums: number * factor + offset.
+
+    PAIRS: for `times_two_digits`. They are 2 ** -32 as large then, and the factor of numbers of
+    `sixty_fourth` is 64 times that.
+    """
+    SMALL: tl.constexpr = 2.3283064365386963e-10 if PAIRS else 1.0  # 2 ** -32
+    SHARE: tl.constexpr = s.code_share if PAIRS else 1.0
+    RAISE: tl.constexpr = 2.535301200456459e30 if PAIRS else 1.0  # 2 ** 101: of `scaled_byte`
+    offset = 0.0
+    if s.kind == "q6_k":
+        step = step.to(tl.float32) * RAISE
+        first = _scaled_bytes(scale, 0, step, True, s, PAIRS)
+        return first, _scaled_bytes(scale, 1, step, True, s, PAIRS)
+    elif s.kind == "q4_k" or s.kind == "q5_k":
+        LESS: tl.constexpr = (8.0 if s.kind == "q4_k" else 16.0) / SHARE
+        if weights.step is None:
+            factor, least = half(scale) * (SMALL * SHARE), half(scale >> 16) * -SMALL
+        else:
+            factor = _scaled_bytes(scale, 0, half(step) * (RAISE * SHARE), False, s, PAIRS)
+            least = _scaled_bytes(scale, 1, half(step >> 16) * -RAISE, False, s, PAIRS)
+        return factor, tl.fma(factor, LESS, least)
+    elif weights.step is not None:  # iq4
+        return _scaled_bytes(scale, 0, step.to(tl.float32) * RAISE, True, s, PAIRS), offset
+    else:
+        return scale.to(tl.float32) * (SMALL * SHARE), offset
+
+
+@jit
+def finish_gguf(total, DTYPE: tl.constexpr):
+    """Multiply sums by what numbers of `times_two_digits` lack, 2 ** 32; others are whole."""
+    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+        total *= 4294967296.0
+    return total
 
 
 @jit
@@ -249,7 +360,7 @@ def unit_factors(factors, s: tl.constexpr):
     """Return the factor and the offset of each unit of a step, by `scale_factors` of groups."""
     COUNT: tl.constexpr = s.tile.numbers // s.fields
     factor, offset = factors
-    if s.kind == "nvfp4":
+    if s.kind == "nvfp4" and factor.dtype != tl.int32:
         both = tl.join(factor, offset)[:, :, None, :]
         n: tl.constexpr = factor.shape[1]
         both = tl.broadcast_to(both, [factor.shape[0], n, COUNT // n // 2, 2])
@@ -299,13 +410,22 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
     if s.half_quadratic:
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
+    elif s.gguf and factor.dtype == tl.int32:
+        if s.code_share > 1:
+            number = sixty_fourth(units, field, 16 // s.fields)
+        else:
+            number = decode(units, above, field, s.kind, DTYPE)
+        if s.kind == "q6_k":
+            return times_two_digits(number, factor if field % 2 == 0 else offset, None)
+        else:
+            return times_two_digits(number, factor, offset if s.has_offset else None)
     elif s.gguf:
         number = decode(units, above, field, s.kind, DTYPE)
         number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
         if s.kind == "q6_k":
             number *= factor if field % 2 == 0 else offset
         else:
-            number = number * factor - offset
+            number = number * factor + offset
         return number.to(DTYPE)
     elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
         if tl.target_info.is_cuda():
@@ -337,6 +457,8 @@ def _finished_field(
         number = finish(number, factor, s.kind, DTYPE)
     if s.kind == "int4":
         number = finish_int4(number, weights, DTYPE)
+    elif s.gguf:
+        number = finish_gguf(number, DTYPE)
     return number.to(DTYPE)
 
 

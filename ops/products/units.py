@@ -35,6 +35,115 @@ def scale_and_min(pair, step):
 
 
 @jit
+def scaled_byte(word, K: tl.constexpr, step, SIGNED: tl.constexpr, IN_BITS: tl.constexpr):
+    """Return byte K of int32, times step, fp32: rounded once.
+
+    IN_BITS: 2 ** -133 of it. In bits 16 to 23 of an fp32 number a byte is its multiple of 2 ** -133.
+    """
+    if SIGNED:
+        word = word ^ -2139062144  # 0x80808080: 128 more
+    if IN_BITS:
+        PTX: tl.constexpr = f"prmt.b32 $0, $1, 0, {0x4044 + 256 * K};"
+        number = tl.inline_asm_elementwise(PTX, "=r,r", (word,), tl.int32, is_pure=True, pack=1)
+        number = number.to(tl.float32, bitcast=True)
+        LESS: tl.constexpr = 1.1754943508222875e-38  # 2 ** -126
+        return tl.fma(number, step, -LESS * step) if SIGNED else number * step
+    else:
+        number = (word >> 8 * K & 0xFF).to(tl.float32)
+        return (number - 128.0 if SIGNED else number) * step
+
+
+@jit
+def two_digits(scale):
+    """Split fp32 scales into two bf16 numbers, whose sum has 16 digits -> int32, high and low."""
+    PTX: tl.constexpr = """{
+        .reg .b32 high;
+        .reg .f32 low;
+        and.b32 high, $1, 0xFFFF0000;
+        sub.f32 low, $1, high;
+        cvt.rn.bf16x2.f32 $0, high, low;
+        }"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (scale,), tl.int32, is_pure=True, pack=1)
+
+
+@jit
+def twice(number):
+    """Convert fp32 to bf16 -> int32 of two equal ones."""
+    PTX: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $1;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", (number,), tl.int32, is_pure=True, pack=1)
+
+
+@jit
+def times_two_digits(number, factor, offset):
+    """Return bf16 numbers times factor (`two_digits`), plus offset (`twice`), two at a time.
+
+    Rounded once to bf16, but for the offset, which is rounded before. The lower digits' product has
+    some digits that the result has no place for.
+    """
+    if offset is None:
+        PTX: tl.constexpr = """{
+            .reg .b16 one, other;
+            .reg .b32 low, high, none;
+            mov.b32 none, 0x80008000;
+            mov.b32 {one, other}, $2;
+            mov.b32 low, {one, one};
+            mov.b32 high, {other, other};
+            fma.rn.bf16x2 low, $1, low, none;
+            fma.rn.bf16x2 $0, $1, high, low;
+            }"""
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r,r", (number, factor), tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        PTX_OFFSET: tl.constexpr = """{
+            .reg .b16 one, other;
+            .reg .b32 low, high;
+            mov.b32 {one, other}, $2;
+            mov.b32 low, {one, one};
+            mov.b32 high, {other, other};
+            fma.rn.bf16x2 low, $1, low, $4;
+            fma.rn.bf16x2 $0, $1, high, low;
+            }"""
+        return tl.inline_asm_elementwise(
+            PTX_OFFSET, "=r,r,r,r,r,r", (number, factor, offset), tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@jit
+def sixty_fourth(units, K: tl.constexpr, BITS: tl.constexpr):
+    """Return field K of units, less half of its range, 1/64 of it, as bf16, two at a time.
+
+    BITS: 4, a code; 8, a signed byte. Below 256 the bits of a bf16 number are its multiple of
+    2 ** -133, so that a code is a number where it is: one fma moves it and subtracts.
+    """
+    SHIFT: tl.constexpr = 8 if K * BITS > 7 else 0
+    AT: tl.constexpr = K * BITS - SHIFT
+    if BITS == 4:
+        PTX: tl.constexpr = f"""{{
+            .reg .b32 bits, factor, minus;
+            mov.b32 factor, {0x7D007D00 if AT else 0x7F007F00};
+            mov.b32 minus, 0xBE00BE00;
+            shr.u32 bits, $1, {SHIFT};
+            and.b32 bits, bits, {0x00F000F0 if AT else 0x000F000F};
+            fma.rn.bf16x2 $0, bits, factor, minus;
+            }}"""
+        return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
+    else:
+        PTX_BYTE: tl.constexpr = f"""{{
+            .reg .b32 bits, sign, factor, minus;
+            mov.b32 factor, 0x7F007F00;
+            mov.b32 minus, 0xC000C000;
+            mov.b32 sign, 0x00800080;
+            shr.u32 bits, $1, {SHIFT};
+            lop3.b32 bits, bits, 0x00FF00FF, sign, 0x6A;
+            fma.rn.bf16x2 $0, bits, factor, minus;
+            }}"""
+        return tl.inline_asm_elementwise(
+            PTX_BYTE, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@jit
 def shift_right(units, COUNT: tl.constexpr):
     """Shift int16 units right by COUNT, two at a time; the upper bits become garbage."""
     if tl.target_info.is_cuda():
@@ -95,8 +204,10 @@ def e2m1(units, factor, K: tl.constexpr):
         and.b32 bits, bits, 0x81C081C0;
         fma.rn.bf16x2 $0, bits, $2, none;
         }}"""
+    # A factor of int32 is that of two units: the second unit's is the same.
+    CONSTRAINTS: tl.constexpr = "=r,r,r,r" if factor.dtype == tl.int32 else "=r,r,r"
     return tl.inline_asm_elementwise(
-        PTX, "=r,r,r", (units, factor), tl.bfloat16, is_pure=True, pack=2
+        PTX, CONSTRAINTS, (units, factor), tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -130,6 +241,27 @@ def pair_factors(pairs, DTYPE: tl.constexpr):
     """Convert pairs of nvfp4's scales to factors of `decode`: of even units, and of odd ones."""
     pairs = pairs.to(tl.int32)
     return e4m3_factor(pairs & 0x7F, DTYPE), e4m3_factor(pairs >> 8 & 0x7F, DTYPE)
+
+
+@jit
+def e4m3_pairs(pairs):
+    """Convert int32 of two e4m3 scales, bytes 0 and 1, to int32 of two factors of `e2m1`.
+
+    Shifted into the fields of bf16 numbers, scales are 2 ** -120 as large; factors have 2 ** 94. So
+    they are multiplied by 2 ** 118, then by 2 ** 96.
+    """
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, factor, none;
+        mov.b32 none, 0x80008000;
+        mov.b32 factor, 0x7A807A80;
+        prmt.b32 bits, $1, 0, 0x4140;
+        and.b32 bits, bits, {0x007F007F};
+        shl.b32 bits, bits, 4;
+        fma.rn.bf16x2 bits, bits, factor, none;
+        mov.b32 factor, 0x6F806F80;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (pairs,), tl.int32, is_pure=True, pack=1)
 
 
 @jit
