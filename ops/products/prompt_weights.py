@@ -26,6 +26,7 @@ from ops.products.units import (
     pair_factors,
     scaled_byte,
     scaled_int4,
+    shift_each,
     sixty_fourth,
     times_two_digits,
     to_fp32,
@@ -158,6 +159,17 @@ def _expand(values, COUNT: tl.constexpr):
 
 
 @jit
+def as_loaded(numbers, tensor):
+    """Return int16 numbers as what a load returns that loads none. tensor: has 16 bits.
+
+    Triton 3.6 moves loads to the lanes that multiply what was loaded, but moves nothing that
+    depends on a position.
+    """
+    tensor = tensor.to(tl.pointer_type(tl.int16), bitcast=True)
+    return tl.load(tensor + numbers, mask=numbers < tl.minimum(tl.program_id(0), 0), other=numbers)
+
+
+@jit
 def load_above(plane, rows, start, s: tl.constexpr):
     """Load the bits above the codes of BK numbers -> int16 [BN, units].
 
@@ -165,21 +177,24 @@ def load_above(plane, rows, start, s: tl.constexpr):
     plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
     those of the word before.
     """
-    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
-    # that multiply what they loaded, but moves nothing that depends on a position.
-    UNITS: tl.constexpr = s.width // s.fields
+    U: tl.constexpr = s.tile.numbers // s.fields
     SHARING: tl.constexpr = 2 if s.half_quadratic else 4 // s.bits_above
     SHIFT: tl.constexpr = 8 // SHARING
-    unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
-    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
-    word, inside = unit // 2 % SHARING, unit < UNITS
-    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
+    EACH: tl.constexpr = s.width // s.fields // SHARING
+    unit = start // s.fields // SHARING + tl.arange(0, U // SHARING)[None, :]
+    inside, other = None, None
+    if s.width % s.tile.numbers:
+        inside, other = unit < EACH, 0
+    bits = tl.load(plane + rows * EACH + unit, mask=inside, other=other)
+    BN: tl.constexpr = bits.shape[0]
+    bits = tl.reshape(bits, [BN, U // SHARING // 2, 1, 2])
+    bits = tl.reshape(tl.broadcast_to(bits, [BN, U // SHARING // 2, SHARING, 2]), [BN, U])
+    shifts = tl.arange(0, 8) // 2 % SHARING * SHIFT
+    shifts = as_loaded(shifts.to(tl.int16)[None, None, :], plane)
+    shifts = tl.reshape(tl.broadcast_to(shifts, [BN, U // 8, 8]), [BN, U])
     if s.half_quadratic:
         bits = bits << 2
-    for m in tl.static_range(1, SHARING):
-        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
-        bits |= own >> (SHIFT * m - 2 if s.half_quadratic else SHIFT * m)
-    return bits
+    return shift_each(bits, shifts)
 
 
 @jit
@@ -246,7 +261,10 @@ def _load_step(steps, rows, block, s: tl.constexpr):
         return tl.load(steps + at)
     else:
         words = steps.to(tl.pointer_type(tl.int32), bitcast=True)
-        half_word = tl.load(words + at // 2) >> (at % 2 * 16).to(tl.int32)
+        shift = block % 2 * 16
+        if BLOCKS % 2:
+            shift = shift ^ as_loaded((rows % 2 * 16).to(tl.int16), steps).to(tl.int32)
+        half_word = tl.load(words + at // 2) >> shift
         return half_word.to(tl.int16).to(steps.dtype.element_ty, bitcast=True)
 
 

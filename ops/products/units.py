@@ -155,6 +155,18 @@ def shift_right(units, COUNT: tl.constexpr):
 
 
 @jit
+def shift_each(units, counts):
+    """Shift pairs of int16 units right by counts; the upper bits become garbage."""
+    if tl.target_info.is_cuda():
+        PTX: tl.constexpr = "{ .reg .b32 count; and.b32 count, $2, 15; shr.u32 $0, $1, count; }"
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r", (units, counts), tl.int16, is_pure=True, pack=2
+        )
+    else:
+        return units >> counts
+
+
+@jit
 def signed_bytes(units):
     """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
     # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
