@@ -7,6 +7,7 @@ does not know, is run here by a small interpreter of PTX.
 import ast
 import operator
 import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -286,7 +287,10 @@ def assembly(function, **constants: int) -> str:
     named = {
         node.target.id: node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)
     }
-    text = named.get(getattr(call.args[0], "id", None), call.args[0])
+    text = named.pop(getattr(call.args[0], "id", None), call.args[0])
+    for name, value in named.items():
+        with suppress(NameError):  # of an argument that is no constant
+            constants[name] = eval(compile(ast.Expression(value), name, "eval"), constants)
     text = eval(compile(ast.Expression(text), function.__name__, "eval"), constants)
     return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
 
@@ -312,13 +316,23 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 
     for line in re.findall(r"^\s+(\w+[.\w]*) ([^;]+);", source, flags=re.M):
         name, arguments = line[0], line[1].replace("{", "").replace("}", "").split(", ")
-        if name == "mov.b64":
+        if name == "mov.b32" and line[1].startswith("{"):
+            whole = read(arguments[2])
+            registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFF, whole >> 16
+        elif name == "mov.b64":
             whole = read(arguments[2]) & (1 << 64) - 1
             registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFFFFFF, whole >> 32
         elif name != ".reg":
             target, *given = arguments[0], *map(read, arguments[1:])
             if name == "mov.b32":
-                (found,) = given
+                found = given[0] if len(given) == 1 else given[0] | given[1] << 16
+            elif name in ("sub.f32", "cvt.rn.bf16x2.f32"):
+                first, second = torch.tensor(given).to(torch.int32).view(torch.float32)
+                if name == "sub.f32":
+                    found = (first - second).view(torch.int32).item() & 0xFFFFFFFF
+                else:
+                    both = torch.stack((second, first)).bfloat16()
+                    found = both.view(torch.int32).item() & 0xFFFFFFFF
             elif name == "fma.rn.bf16x2":  # in fp32, and rounded: exact as far as products are
                 parts = torch.tensor(given).to(torch.int32).view(torch.bfloat16).view(3, 2).double()
                 found = (parts[0] * parts[1] + parts[2]).bfloat16().view(
@@ -461,6 +475,14 @@ def test_the_assembly_of_fields_makes_their_numbers():
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
         *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
+        *(
+            (units.sixty_fourth, 4, {"K": K, "BITS": 4}, (codes[:16] - 8.0) / 64)
+            for K in range(4)
+        ),
+        *(
+            (units.sixty_fourth, 8, {"K": K, "BITS": 8}, codes.view(torch.int8).float() / 64)
+            for K in range(2)
+        ),
         *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
         *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]
@@ -483,6 +505,56 @@ def test_the_assembly_of_3_bits_joins_their_planes(K, code):
     thirds = (0xC3A5 & ~(1 << high) | (code >> 2) << high) * 0x00010001
     text = assembly(units.codes_3_plus_128, K=K)
     assert as_bf16(run_assembly(text, _1=pair, _2=thirds)["$0"]) == [128.0 + code] * 2
+
+
+@pytest.mark.parametrize("K", range(4))
+@pytest.mark.parametrize("signed", (False, True))
+def test_the_assembly_of_a_scale_of_a_byte(signed, K):
+    """In the bits of an fp32 number, times a power of two."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text = assembly(units.scaled_byte, K=K)
+    for byte in range(256):
+        word = 0xA5C3F00D & ~(255 << 8 * K) | byte << 8 * K
+        found = run_assembly(text, _1=word ^ (0x80808080 if signed else 0))["$0"]
+        number = torch.tensor([found]).to(torch.int32).view(torch.float32).double() * 2.0**133
+        assert number.item() == (byte - (byte >> 7 << 8) + 128 if signed else byte)
+
+
+def test_the_assembly_of_two_digits_rounds_a_weight_once():
+    """Numbers of 8 bits times a scale in fp32, of two bf16 numbers, plus an offset in bf16."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    generator = torch.Generator().manual_seed(0)
+    split, both, product = map(assembly, (units.two_digits, units.twice, units.times_two_digits))
+    for n in range(400):
+        scale, offset = torch.rand(2, generator=generator) * 2 - 1
+        bits = scale.view(torch.int32).item() & 0xFFFFFFFF
+        factor = run_assembly(split, _1=bits)["$0"]
+        low, high = as_bf16(factor)
+        assert abs(low + high - scale.item()) <= 2.0**-16 * abs(scale.item())
+        less = offset.item() if n % 2 else -0.0
+        bits = torch.tensor(less).view(torch.int32).item() & 0xFFFFFFFF
+        added = run_assembly(both, _1=bits)["$0"]
+        assert as_bf16(added) == [torch.tensor(less).bfloat16().item()] * 2
+        numbers = torch.randint(-128, 128, (2,), generator=generator).bfloat16()
+        register = numbers.view(torch.int32).item() & 0xFFFFFFFF
+        found = run_assembly(product, _1=register, _2=factor, _4=added)["$0"]
+        for number, got in zip(numbers.tolist(), as_bf16(found), strict=True):
+            want = number * scale.item() + less
+            # Half a unit of the last of 8 digits; the offset and the lower product lose some, too.
+            lost = 2.0**-7 * abs(less) + 2.0**-14 * abs(number * scale.item())
+            assert abs(got - want) <= 2.0**-8 * abs(want) + lost
+
+
+def test_the_assembly_of_pairs_of_e4m3_scales():
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text = assembly(units.e4m3_pairs)
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    for code, value in enumerate(values):
+        found = as_bf16(run_assembly(text, _1=0xA5C30000 | code | 0x3800)["$0"])
+        assert found == [value * 2.0**94, 2.0**94]
 
 
 def test_the_assembly_that_widens_and_that_moves_down():

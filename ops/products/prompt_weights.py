@@ -44,6 +44,7 @@ MANY_ROWS = 64
 MOST_DECODED, WIDE = 256, 8192
 
 
+NO_OFFSET = tl.constexpr(-0x7FFF8000)  # two bf16 numbers of minus zero
 BLOCK = 256  # numbers of a `step` of GGUF
 
 
@@ -192,9 +193,8 @@ def load_above(plane, rows, start, s: tl.constexpr):
     shifts = tl.arange(0, 8) // 2 % SHARING * SHIFT
     shifts = as_loaded(shifts.to(tl.int16)[None, None, :], plane)
     shifts = tl.reshape(tl.broadcast_to(shifts, [BN, U // 8, 8]), [BN, U])
-    if s.half_quadratic:
-        bits = bits << 2
-    return shift_each(bits, shifts)
+    bits = shift_each(bits, shifts)
+    return bits << 2 if s.half_quadratic else bits
 
 
 @jit
@@ -433,10 +433,11 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
             number = sixty_fourth(units, field, 16 // s.fields)
         else:
             number = decode(units, above, field, s.kind, DTYPE)
-        if s.kind == "q6_k":
-            return times_two_digits(number, factor if field % 2 == 0 else offset, None)
+        if s.kind == "q4_k" or s.kind == "q5_k":
+            return times_two_digits(number, factor, offset)
         else:
-            return times_two_digits(number, factor, offset if s.has_offset else None)
+            factor = offset if s.kind == "q6_k" and field % 2 else factor
+            return times_two_digits(number, factor, NO_OFFSET)
     elif s.gguf:
         number = decode(units, above, field, s.kind, DTYPE)
         number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)

@@ -80,33 +80,18 @@ def times_two_digits(number, factor, offset):
     Rounded once to bf16, but for the offset, which is rounded before. The lower digits' product has
     some digits that the result has no place for.
     """
-    if offset is None:
-        PTX: tl.constexpr = """{
-            .reg .b16 one, other;
-            .reg .b32 low, high, none;
-            mov.b32 none, 0x80008000;
-            mov.b32 {one, other}, $2;
-            mov.b32 low, {one, one};
-            mov.b32 high, {other, other};
-            fma.rn.bf16x2 low, $1, low, none;
-            fma.rn.bf16x2 $0, $1, high, low;
-            }"""
-        return tl.inline_asm_elementwise(
-            PTX, "=r,r,r,r", (number, factor), tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        PTX_OFFSET: tl.constexpr = """{
-            .reg .b16 one, other;
-            .reg .b32 low, high;
-            mov.b32 {one, other}, $2;
-            mov.b32 low, {one, one};
-            mov.b32 high, {other, other};
-            fma.rn.bf16x2 low, $1, low, $4;
-            fma.rn.bf16x2 $0, $1, high, low;
-            }"""
-        return tl.inline_asm_elementwise(
-            PTX_OFFSET, "=r,r,r,r,r,r", (number, factor, offset), tl.bfloat16, is_pure=True, pack=2
-        )
+    PTX: tl.constexpr = """{
+        .reg .b16 first, second;
+        .reg .b32 low, high;
+        mov.b32 {first, second}, $2;
+        mov.b32 low, {first, first};
+        mov.b32 high, {second, second};
+        fma.rn.bf16x2 low, $1, low, $4;
+        fma.rn.bf16x2 $0, $1, high, low;
+        }"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r,r,r,r", (number, factor, offset), tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @jit
@@ -118,29 +103,16 @@ def sixty_fourth(units, K: tl.constexpr, BITS: tl.constexpr):
     """
     SHIFT: tl.constexpr = 8 if K * BITS > 7 else 0
     AT: tl.constexpr = K * BITS - SHIFT
-    if BITS == 4:
-        PTX: tl.constexpr = f"""{{
-            .reg .b32 bits, factor, minus;
-            mov.b32 factor, {0x7D007D00 if AT else 0x7F007F00};
-            mov.b32 minus, 0xBE00BE00;
-            shr.u32 bits, $1, {SHIFT};
-            and.b32 bits, bits, {0x00F000F0 if AT else 0x000F000F};
-            fma.rn.bf16x2 $0, bits, factor, minus;
-            }}"""
-        return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
-    else:
-        PTX_BYTE: tl.constexpr = f"""{{
-            .reg .b32 bits, sign, factor, minus;
-            mov.b32 factor, 0x7F007F00;
-            mov.b32 minus, 0xC000C000;
-            mov.b32 sign, 0x00800080;
-            shr.u32 bits, $1, {SHIFT};
-            lop3.b32 bits, bits, 0x00FF00FF, sign, 0x6A;
-            fma.rn.bf16x2 $0, bits, factor, minus;
-            }}"""
-        return tl.inline_asm_elementwise(
-            PTX_BYTE, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2
-        )
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, sign, factor, minus;
+        mov.b32 factor, {0x7D007D00 if AT else 0x7F007F00};
+        mov.b32 minus, {0xBE00BE00 if BITS == 4 else 0xC000C000};
+        mov.b32 sign, {0 if BITS == 4 else 0x00800080};
+        shr.u32 bits, $1, {SHIFT};
+        lop3.b32 bits, bits, {((1 << BITS) - 1 << AT) * 65537}, sign, 0x6A;
+        fma.rn.bf16x2 $0, bits, factor, minus;
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
 @jit
