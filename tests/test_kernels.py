@@ -475,10 +475,7 @@ def test_the_assembly_of_fields_makes_their_numbers():
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
         *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
-        *(
-            (units.sixty_fourth, 4, {"K": K, "BITS": 4}, (codes[:16] - 8.0) / 64)
-            for K in range(4)
-        ),
+        *((units.sixty_fourth, 4, {"K": K, "BITS": 4}, (codes[:16] - 8.0) / 64) for K in range(4)),
         *(
             (units.sixty_fourth, 8, {"K": K, "BITS": 8}, codes.view(torch.int8).float() / 64)
             for K in range(2)

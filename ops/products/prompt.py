@@ -43,6 +43,7 @@ from ops.products.prompt_weights import (
     word_scale_bits,
 )
 from ops.products.units import finish, finish_int4
+from ops.products.weights import GGUF
 from ops.sizes import cdiv
 
 
@@ -220,6 +221,11 @@ def choose_prompt_tile(
     H100; bits other than 4 and 16 on an H200, with all rows of x before the next outputs.
     """
     rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
+    if bits == 4 and kind in GGUF:
+        if rows == 16:
+            return PromptTile(32, 128, 128, 4, tail=16)
+        if rows > 32:
+            return PromptTile(128, 128, 128, 8, tail=64 if rows == 64 else 32, registers=128)
     if bits == 4:
         if rows == 16:
             # mxfp4 would spill in fp16.

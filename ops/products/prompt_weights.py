@@ -210,13 +210,19 @@ def load_scales(weights, rows, start, s: tl.constexpr):
     # Triton 3.6 moves all products through shared memory instead of the scale.
     MOST: tl.constexpr = BK // s.fields if s.paired else BK // s.fields // 2
     EACH: tl.constexpr = min(MOST, UNITS & -UNITS)
-    group = (start // s.fields + tl.arange(0, BK // s.fields // EACH)[None, :] * EACH) // UNITS
-    group = rows * GROUPS + tl.minimum(group, GROUPS - 1)
-    scale = tl.load(weights.scale + group)
-    if weights.step is not None:
-        return scale, tl.load(weights.step + group // 8)
+    at = tl.arange(0, BK // s.fields // EACH)[None, :]
+    if EACH == UNITS:  # neighbors, which the compiler would not see otherwise: lanes share lines
+        group = start // s.scale_numbers + at
     else:
-        return scale, scale if weights.zero is None else tl.load(weights.zero + group)
+        group = (start // s.fields + at * EACH) // UNITS
+    inside, group = group < GROUPS, rows * GROUPS + group
+    scale = tl.load(weights.scale + group, mask=inside, other=0)
+    if weights.step is not None:
+        return scale, tl.load(weights.step + group // 8, mask=inside, other=0)
+    elif weights.zero is not None:
+        return scale, tl.load(weights.zero + group, mask=inside, other=0)
+    else:
+        return scale, scale
 
 
 @jit
