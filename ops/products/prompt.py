@@ -125,7 +125,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
     if s.kind == "int4":
         sums = finish_int4(sums, weights, DTYPE)
     elif s.gguf:
-        sums = finish_gguf(sums, DTYPE)
+        sums = finish_gguf(sums, s, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order

@@ -14,6 +14,9 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import jit, launch, tl
 from ops.products.units import (
+    affine_digits,
+    affine_weight,
+    code_bits,
     decode,
     decode_hqq,
     e2m1_factor,
@@ -27,10 +30,10 @@ from ops.products.units import (
     scaled_byte,
     scaled_int4,
     shift_each,
-    sixty_fourth,
+    shift_right,
+    small_bytes,
     times_two_digits,
     to_fp32,
-    twice,
     two_digits,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
@@ -44,7 +47,6 @@ MANY_ROWS = 64
 MOST_DECODED, WIDE = 256, 8192
 
 
-NO_OFFSET = tl.constexpr(-0x7FFF8000)  # two bf16 numbers of minus zero
 BLOCK = 256  # numbers of a `step` of GGUF
 
 
@@ -98,8 +100,6 @@ class PromptSettings(Codes):
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
     step_numbers = property(lambda s: BLOCK)
-    # Codes that become pairs of bf16 are these times as small (`sixty_fourth`).
-    code_share = property(lambda s: 64.0 if s.kind in ("q4_k", "q8_0") else 1.0)
     # Numbers whose scales are a word of 32 bits.
     word_numbers = property(lambda s: s.group * 32 // s.scale_bits)
 
@@ -311,12 +311,11 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     elif s.gguf:
         PAIRS: tl.constexpr = tl.bfloat16 == DTYPE and tl.target_info.is_cuda()
         scale, offset = gguf_factors(scale, zero, weights, s, PAIRS)
-        if PAIRS:
+        if PAIRS and (s.kind == "q4_k" or s.kind == "q5_k"):
+            scale, offset = affine_digits(scale, offset, 4 if s.kind == "q4_k" else 5)
+        elif PAIRS:
             scale = two_digits(scale)
-            if s.kind == "q6_k":
-                offset = two_digits(offset)
-            elif s.has_offset:
-                offset = twice(offset)
+            offset = two_digits(offset) if s.kind == "q6_k" else offset
     return scale, offset
 
 
@@ -344,38 +343,52 @@ def _scaled_bytes(
 
 @jit
 def gguf_factors(scale, step, weights, s: tl.constexpr, PAIRS: tl.constexpr):
-    """Return fp32 factors and offsets of GGUF's kinds, both for sums: number * factor + offset.
+    """Return fp32 factors and offsets of GGUF's kinds, both to be added: number * factor + offset.
 
-    PAIRS: for `times_two_digits`. They are 2 ** -32 as large then, and the factor of numbers of
-    `sixty_fourth` is 64 times that.
+    Numbers are those of `decode`, but codes of q4_k and q5_k as they are.
+
+    PAIRS: for weights 2 ** -32 as large, or 2 ** -38 (q4_k, q5_k: `affine_digits`).
     """
     SMALL: tl.constexpr = 2.3283064365386963e-10 if PAIRS else 1.0  # 2 ** -32
-    SHARE: tl.constexpr = s.code_share if PAIRS else 1.0
     RAISE: tl.constexpr = 2.535301200456459e30 if PAIRS else 1.0  # 2 ** 101: of `scaled_byte`
+    LESS: tl.constexpr = -0.015625 if PAIRS else -1.0  # of offsets: 2 ** -6, negative
     offset = 0.0
     if s.kind == "q6_k":
         step = step.to(tl.float32) * RAISE
         first = _scaled_bytes(scale, 0, step, True, s, PAIRS)
         return first, _scaled_bytes(scale, 1, step, True, s, PAIRS)
+    elif (s.kind == "q4_k" or s.kind == "q5_k") and weights.step is None:
+        return half(scale) * SMALL, half(scale >> 16) * (SMALL * LESS)
     elif s.kind == "q4_k" or s.kind == "q5_k":
-        LESS: tl.constexpr = (8.0 if s.kind == "q4_k" else 16.0) / SHARE
-        if weights.step is None:
-            factor, least = half(scale) * (SMALL * SHARE), half(scale >> 16) * -SMALL
-        else:
-            factor = _scaled_bytes(scale, 0, half(step) * (RAISE * SHARE), False, s, PAIRS)
-            least = _scaled_bytes(scale, 1, half(step >> 16) * -RAISE, False, s, PAIRS)
-        return factor, tl.fma(factor, LESS, least)
+        factor = _scaled_bytes(scale, 0, half(step) * RAISE, False, s, PAIRS)
+        step = half(step >> 16) * (RAISE * LESS)
+        return factor, _scaled_bytes(scale, 1, step, False, s, PAIRS)
     elif weights.step is not None:  # iq4
         return _scaled_bytes(scale, 0, step.to(tl.float32) * RAISE, True, s, PAIRS), offset
     else:
+        SHARE: tl.constexpr = 64.0 if PAIRS and s.kind == "q8_0" else 1.0  # `small_bytes`
         return scale.to(tl.float32) * (SMALL * SHARE), offset
 
 
 @jit
-def finish_gguf(total, DTYPE: tl.constexpr):
-    """Multiply sums by what numbers of `times_two_digits` lack, 2 ** 32; others are whole."""
+def gguf_weight(units, above, factor, offset, K: tl.constexpr, s: tl.constexpr):
+    """Return field K of units as bf16 weights, without what `finish_gguf` multiplies."""
+    if s.kind == "q4_k":
+        return affine_weight(code_bits(units, units, K, 4), factor, offset, K % 2)
+    elif s.kind == "q5_k":
+        return affine_weight(code_bits(units, above, K, 5), factor, offset, 0)
+    elif s.kind == "q8_0":
+        return times_two_digits(small_bytes(shift_right(units, 8) if K else units), factor)
+    else:
+        factor = offset if s.kind == "q6_k" and K % 2 else factor
+        return times_two_digits(decode(units, above, K, s.kind, tl.bfloat16), factor)
+
+
+@jit
+def finish_gguf(total, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply sums by what numbers of `gguf_weight` lack; others are whole."""
     if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
-        total *= 4294967296.0
+        total *= 274877906944.0 if s.kind == "q4_k" or s.kind == "q5_k" else 4294967296.0
     return total
 
 
@@ -435,22 +448,15 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
     elif s.gguf and factor.dtype == tl.int32:
-        if s.code_share > 1:
-            number = sixty_fourth(units, field, 16 // s.fields)
-        else:
-            number = decode(units, above, field, s.kind, DTYPE)
-        if s.kind == "q4_k" or s.kind == "q5_k":
-            return times_two_digits(number, factor, offset)
-        else:
-            factor = offset if s.kind == "q6_k" and field % 2 else factor
-            return times_two_digits(number, factor, NO_OFFSET)
+        return gguf_weight(units, above, factor, offset, field, s)
     elif s.gguf:
-        number = decode(units, above, field, s.kind, DTYPE)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
+        number = decode(units, above, field, s.kind, DTYPE).to(tl.float32)
         if s.kind == "q6_k":
             number *= factor if field % 2 == 0 else offset
+        elif s.kind == "q4_k" or s.kind == "q5_k":
+            number = (number + (8 if s.kind == "q4_k" else 16)) * factor + offset
         else:
-            number = number * factor + offset
+            number *= factor
         return number.to(DTYPE)
     elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
         if tl.target_info.is_cuda():
@@ -483,7 +489,7 @@ def _finished_field(
     if s.kind == "int4":
         number = finish_int4(number, weights, DTYPE)
     elif s.gguf:
-        number = finish_gguf(number, DTYPE)
+        number = finish_gguf(number, s, DTYPE)
     return number.to(DTYPE)
 
 

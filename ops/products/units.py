@@ -67,51 +67,119 @@ def two_digits(scale):
 
 
 @jit
-def twice(number):
-    """Convert fp32 to bf16 -> int32 of two equal ones."""
-    PTX: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $1;"
-    return tl.inline_asm_elementwise(PTX, "=r,r", (number,), tl.int32, is_pure=True, pack=1)
+def times_two_digits(number, factor):
+    """Return bf16 numbers times factor (`two_digits`), rounded once to bf16, two at a time.
 
-
-@jit
-def times_two_digits(number, factor, offset):
-    """Return bf16 numbers times factor (`two_digits`), plus offset (`twice`), two at a time.
-
-    Rounded once to bf16, but for the offset, which is rounded before. The lower digits' product has
-    some digits that the result has no place for.
+    The lower digit's product is rounded, too: to 8 digits below those of the result.
     """
     PTX: tl.constexpr = """{
         .reg .b16 first, second;
-        .reg .b32 low, high;
+        .reg .b32 low, high, none;
+        mov.b32 none, 0x80008000;
         mov.b32 {first, second}, $2;
         mov.b32 low, {first, first};
         mov.b32 high, {second, second};
-        fma.rn.bf16x2 low, $1, low, $4;
+        fma.rn.bf16x2 low, $1, low, none;
         fma.rn.bf16x2 $0, $1, high, low;
         }"""
     return tl.inline_asm_elementwise(
-        PTX, "=r,r,r,r,r,r", (number, factor, offset), tl.bfloat16, is_pure=True, pack=2
+        PTX, "=r,r,r,r", (number, factor), tl.bfloat16, is_pure=True, pack=2
     )
 
 
 @jit
-def sixty_fourth(units, K: tl.constexpr, BITS: tl.constexpr):
-    """Return field K of units, less half of its range, 1/64 of it, as bf16, two at a time.
+def affine_digits(factor, offset, BITS: tl.constexpr):
+    """Split fp32 factors and offsets of codes of BITS bits -> int32 each, two bf16 numbers.
 
-    BITS: 4, a code; 8, a signed byte. Below 256 the bits of a bf16 number are its multiple of
-    2 ** -133, so that a code is a number where it is: one fma moves it and subtracts.
+    A code times the higher digit of the factor, plus that of the offset, is exact in bf16: the
+    factor's has 8 - BITS binary digits, and the offset's is a multiple of their last one. What is
+    left are the lower ones. The factor becomes 2 ** 127 as large.
     """
-    SHIFT: tl.constexpr = 8 if K * BITS > 7 else 0
-    AT: tl.constexpr = K * BITS - SHIFT
+    LEFT: tl.constexpr = 16 + BITS  # of the 24 bits that fp32 numbers have
     PTX: tl.constexpr = f"""{{
-        .reg .b32 bits, sign, factor, minus;
-        mov.b32 factor, {0x7D007D00 if AT else 0x7F007F00};
-        mov.b32 minus, {0xBE00BE00 if BITS == 4 else 0xC000C000};
-        mov.b32 sign, {0 if BITS == 4 else 0x00800080};
-        shr.u32 bits, $1, {SHIFT};
-        lop3.b32 bits, bits, {((1 << BITS) - 1 << AT) * 65537}, sign, 0x6A;
-        fma.rn.bf16x2 $0, bits, factor, minus;
+        .reg .b32 scale, power, high, sum;
+        .reg .f32 low;
+        mul.f32 scale, $2, 0f7F000000;
+        and.b32 power, scale, 0x7F800000;
+        add.u32 high, scale, {1 << LEFT - 1};
+        and.b32 high, high, {(1 << 32) - (1 << LEFT)};
+        sub.f32 low, scale, high;
+        cvt.rn.bf16x2.f32 $0, high, low;
+        fma.rn.f32 sum, power, {"0f80100000" if BITS == 4 else "0f80200000"}, $3;
+        and.b32 sum, sum, 0xFFFF0000;
+        fma.rn.f32 high, power, {"0f00100000" if BITS == 4 else "0f00200000"}, sum;
+        sub.f32 low, $3, high;
+        cvt.rn.bf16x2.f32 $1, high, low;
         }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,=r,r,r", (factor, offset), (tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+@jit
+def affine_weight(bits, factor, offset, ODD: tl.constexpr):
+    """Return codes times factor plus offset (`affine_digits`) as bf16, two at a time.
+
+    bits: of `code_bits`. The sum of the higher digits is exact, so that the result is rounded once,
+    and what the lower ones add before.
+    """
+    PTX: tl.constexpr = f"""{{
+        .reg .b16 first, second;
+        .reg .b32 own, low, high, lower, higher, one, none;
+        mov.b32 none, 0x80008000;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 own, 0x3D803D80;
+        {"fma.rn.bf16x2 own, $2, own, none" if ODD else "mov.b32 own, $2"};
+        mov.b32 {{first, second}}, own;
+        mov.b32 low, {{first, first}};
+        mov.b32 high, {{second, second}};
+        mov.b32 {{first, second}}, $4;
+        mov.b32 lower, {{first, first}};
+        mov.b32 higher, {{second, second}};
+        fma.rn.bf16x2 low, $1, low, lower;
+        fma.rn.bf16x2 high, $1, high, higher;
+        fma.rn.bf16x2 $0, high, one, low;
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r,r,r,r", (bits, factor, offset), tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@jit
+def code_bits(units, above, K: tl.constexpr, BITS: tl.constexpr):
+    """Return field K of units, codes of 4 or 5 bits, in the bits of bf16 numbers, two at a time.
+
+    Below 256 these are multiples of 2 ** -133. Codes of 4 bits stay where they are in a byte: odd
+    fields are 16 times as large. above: as of `with_bits_above`, of codes of 5 bits.
+    """
+    AT: tl.constexpr = 8 * (K // 2) if BITS == 4 else 4 * K
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, up;
+        {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K if K < 2 else 2 + K};
+        shr.u32 bits, $1, {AT};
+        and.b32 bits, bits, {0x00F000F0 if BITS == 4 and K % 2 else 0x000F000F};
+        {"mov.b32 $0, bits" if BITS == 4 else "lop3.b32 $0, up, 0x00100010, bits, 0xEA"};
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, above), tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@jit
+def small_bytes(units):
+    """Return the lower bytes of int16 units, signed numbers, 1/64 of them, as bf16, two at a time.
+
+    Below 256 the bits of a bf16 number are its multiple of 2 ** -133, so that a byte is a number
+    where it is: one fma moves it and subtracts 128.
+    """
+    PTX: tl.constexpr = """{
+        .reg .b32 bits, sign, factor, minus;
+        mov.b32 factor, 0x7F007F00;
+        mov.b32 minus, 0xC000C000;
+        mov.b32 sign, 0x00800080;
+        lop3.b32 bits, $1, 0x00FF00FF, sign, 0x6A;
+        fma.rn.bf16x2 $0, bits, factor, minus;
+        }"""
     return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
 
 
