@@ -304,8 +304,8 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 
     def read(name: str) -> int:
         return (
-            int(name, 16)
-            if name.startswith("0x")
+            int(name[2:], 16)
+            if name.startswith(("0x", "0f"))
             else int(name)
             if name.isdecimal()
             else registers[name]
@@ -326,13 +326,14 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
             target, *given = arguments[0], *map(read, arguments[1:])
             if name == "mov.b32":
                 found = given[0] if len(given) == 1 else given[0] | given[1] << 16
-            elif name in ("sub.f32", "cvt.rn.bf16x2.f32"):
-                first, second = torch.tensor(given).to(torch.int32).view(torch.float32)
-                if name == "sub.f32":
-                    found = (first - second).view(torch.int32).item() & 0xFFFFFFFF
-                else:
-                    both = torch.stack((second, first)).bfloat16()
+            elif name.endswith(".f32"):
+                first, second, *third = map(as_fp32, given)
+                if name == "cvt.rn.bf16x2.f32":
+                    both = torch.tensor((second, first)).bfloat16()
                     found = both.view(torch.int32).item() & 0xFFFFFFFF
+                else:
+                    product = {"sub.f32": first - second}.get(name, first * second)
+                    found = fp32_bits(product + sum(third))
             elif name == "fma.rn.bf16x2":  # in fp32, and rounded: exact as far as products are
                 parts = torch.tensor(given).to(torch.int32).view(torch.bfloat16).view(3, 2).double()
                 found = (parts[0] * parts[1] + parts[2]).bfloat16().view(
@@ -454,6 +455,18 @@ def test_the_assembly_of_bits_above_joins_their_planes(bits, K, plus):
         assert as_bf16(found) == [float(code + added)] * 2, code
 
 
+@pytest.mark.parametrize("K", range(4))
+def test_the_assembly_of_six_bits_joins_their_planes(K):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text, at = assembly(units.small_six_bits, K=K), 8 * (K // 2) + 2 * (K % 2)
+    for code in range(64):
+        pair = (0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K) * 0x00010001
+        plane = 0xC3A5 & ~(3 << at) | code >> 4 << at
+        found = run_assembly(text, _1=pair, _2=plane * 0x00010001)["$0"]
+        assert as_bf16(found) == [(code - 32) / 64] * 2, code
+
+
 def as_bf16(register: int) -> list[float]:
     """Return the two bf16 numbers in a register."""
     return torch.tensor([register]).to(torch.int32).view(torch.bfloat16).tolist()
@@ -475,11 +488,7 @@ def test_the_assembly_of_fields_makes_their_numbers():
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
         *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
-        *((units.sixty_fourth, 4, {"K": K, "BITS": 4}, (codes[:16] - 8.0) / 64) for K in range(4)),
-        *(
-            (units.sixty_fourth, 8, {"K": K, "BITS": 8}, codes.view(torch.int8).float() / 64)
-            for K in range(2)
-        ),
+        (units.small_bytes, 8, {}, codes.view(torch.int8).float() / 64),
         *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
         *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]
@@ -514,34 +523,53 @@ def test_the_assembly_of_a_scale_of_a_byte(signed, K):
     for byte in range(256):
         word = 0xA5C3F00D & ~(255 << 8 * K) | byte << 8 * K
         found = run_assembly(text, _1=word ^ (0x80808080 if signed else 0))["$0"]
-        number = torch.tensor([found]).to(torch.int32).view(torch.float32).double() * 2.0**133
-        assert number.item() == (byte - (byte >> 7 << 8) + 128 if signed else byte)
+        assert as_fp32(found) * 2.0**133 == (byte - (byte >> 7 << 8) + 128 if signed else byte)
+
+
+def as_fp32(register: int) -> float:
+    return torch.tensor([register]).to(torch.int32).view(torch.float32).item()
+
+
+def fp32_bits(number: float) -> int:
+    return torch.tensor(number).view(torch.int32).item() & 0xFFFFFFFF
 
 
 def test_the_assembly_of_two_digits_rounds_a_weight_once():
-    """Numbers of 8 bits times a scale in fp32, of two bf16 numbers, plus an offset in bf16."""
+    """Numbers of 8 bits times a scale in fp32, of two bf16 numbers."""
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
     generator = torch.Generator().manual_seed(0)
-    split, both, product = map(assembly, (units.two_digits, units.twice, units.times_two_digits))
-    for n in range(400):
-        scale, offset = torch.rand(2, generator=generator) * 2 - 1
-        bits = scale.view(torch.int32).item() & 0xFFFFFFFF
-        factor = run_assembly(split, _1=bits)["$0"]
-        low, high = as_bf16(factor)
-        assert abs(low + high - scale.item()) <= 2.0**-16 * abs(scale.item())
-        less = offset.item() if n % 2 else -0.0
-        bits = torch.tensor(less).view(torch.int32).item() & 0xFFFFFFFF
-        added = run_assembly(both, _1=bits)["$0"]
-        assert as_bf16(added) == [torch.tensor(less).bfloat16().item()] * 2
+    split, product = assembly(units.two_digits), assembly(units.times_two_digits)
+    for _ in range(400):
+        scale = (torch.rand(1, generator=generator) * 2 - 1).item()
+        factor = run_assembly(split, _1=fp32_bits(scale))["$0"]
+        assert abs(sum(as_bf16(factor)) - scale) <= 2.0**-16 * abs(scale)
         numbers = torch.randint(-128, 128, (2,), generator=generator).bfloat16()
         register = numbers.view(torch.int32).item() & 0xFFFFFFFF
-        found = run_assembly(product, _1=register, _2=factor, _4=added)["$0"]
+        found = run_assembly(product, _1=register, _2=factor)["$0"]
         for number, got in zip(numbers.tolist(), as_bf16(found), strict=True):
-            want = number * scale.item() + less
-            # Half a unit of the last of 8 digits; the offset and the lower product lose some, too.
-            lost = 2.0**-7 * abs(less) + 2.0**-14 * abs(number * scale.item())
-            assert abs(got - want) <= 2.0**-8 * abs(want) + lost
+            # Half a unit of the last of 8 digits, and of the lower product's last one
+            assert abs(got - number * scale) <= (2.0**-8 + 2.0**-14) * abs(number * scale)
+
+
+@pytest.mark.parametrize("K", range(4))
+@pytest.mark.parametrize("bits", (4, 5))
+def test_the_assembly_of_scaled_codes_rounds_a_weight_once(bits, K):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text, at = assembly(units.scaled_codes, K=K, BITS=bits), 8 * (K // 2) + K % 2
+    for code in range(1 << bits):
+        pair = 0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K
+        plane = 0xC3A5 & ~(1 << at) | code >> 4 << at
+        # The second code of a pair is the first one's complement.
+        other = pair ^ 15 << 4 * K, plane ^ 1 << at
+        given = dict(_1=pair | other[0] << 16, _2=plane | other[1] << 16)
+        factors, offsets = (0.3, -1.7), (0.11, 5.3)
+        given |= {f"_{n + 3}": fp32_bits(f * 2.0**95) for n, f in enumerate(factors)}
+        given |= {f"_{n + 5}": fp32_bits(o * 2.0**-38) for n, o in enumerate(offsets)}
+        want = torch.tensor((code, (1 << bits) - 1 - code)) * torch.tensor(factors)
+        found = torch.tensor(as_bf16(run_assembly(text, **given)["$0"])) * 2.0**38
+        assert torch.equal(found, (want + torch.tensor(offsets)).bfloat16().float()), code
 
 
 def test_the_assembly_of_pairs_of_e4m3_scales():

@@ -14,9 +14,6 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.launch import jit, launch, tl
 from ops.products.units import (
-    affine_digits,
-    affine_weight,
-    code_bits,
     decode,
     decode_hqq,
     e2m1_factor,
@@ -26,12 +23,15 @@ from ops.products.units import (
     half,
     hqq_offset,
     int4_factor,
+    iq4,
     pair_factors,
     scaled_byte,
+    scaled_codes,
     scaled_int4,
     shift_each,
     shift_right,
     small_bytes,
+    small_six_bits,
     times_two_digits,
     to_fp32,
     two_digits,
@@ -100,6 +100,7 @@ class PromptSettings(Codes):
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
     step_numbers = property(lambda s: BLOCK)
+    small_numbers = property(lambda s: s.kind in ("q6_k", "q8_0"))
     # Numbers whose scales are a word of 32 bits.
     word_numbers = property(lambda s: s.group * 32 // s.scale_bits)
 
@@ -311,9 +312,7 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     elif s.gguf:
         PAIRS: tl.constexpr = tl.bfloat16 == DTYPE and tl.target_info.is_cuda()
         scale, offset = gguf_factors(scale, zero, weights, s, PAIRS)
-        if PAIRS and (s.kind == "q4_k" or s.kind == "q5_k"):
-            scale, offset = affine_digits(scale, offset, 4 if s.kind == "q4_k" else 5)
-        elif PAIRS:
+        if PAIRS and not (s.kind == "q4_k" or s.kind == "q5_k"):
             scale = two_digits(scale)
             offset = two_digits(offset) if s.kind == "q6_k" else offset
     return scale, offset
@@ -347,26 +346,31 @@ def gguf_factors(scale, step, weights, s: tl.constexpr, PAIRS: tl.constexpr):
 
     Numbers are those of `decode`, but codes of q4_k and q5_k as they are.
 
-    PAIRS: for weights 2 ** -32 as large, or 2 ** -38 (q4_k, q5_k: `affine_digits`).
+    PAIRS: for `gguf_weight`, of weights 2 ** -32 or 2 ** -38 (q4_k, q5_k) as large.
     """
+    # A step times RAISE is that of `scaled_byte`.
     SMALL: tl.constexpr = 2.3283064365386963e-10 if PAIRS else 1.0  # 2 ** -32
-    RAISE: tl.constexpr = 2.535301200456459e30 if PAIRS else 1.0  # 2 ** 101: of `scaled_byte`
-    LESS: tl.constexpr = -0.015625 if PAIRS else -1.0  # of offsets: 2 ** -6, negative
+    RAISE: tl.constexpr = 2.535301200456459e30 if PAIRS else 1.0  # 2 ** 101
+    # Numbers of `small_bytes` and `small_six_bits` are a 64th.
+    SHARE: tl.constexpr = 64.0 if PAIRS and s.small_numbers else 1.0
     offset = 0.0
     if s.kind == "q6_k":
-        step = step.to(tl.float32) * RAISE
+        step = step.to(tl.float32) * (RAISE * SHARE)
         first = _scaled_bytes(scale, 0, step, True, s, PAIRS)
         return first, _scaled_bytes(scale, 1, step, True, s, PAIRS)
-    elif (s.kind == "q4_k" or s.kind == "q5_k") and weights.step is None:
-        return half(scale) * SMALL, half(scale >> 16) * (SMALL * LESS)
     elif s.kind == "q4_k" or s.kind == "q5_k":
-        factor = _scaled_bytes(scale, 0, half(step) * RAISE, False, s, PAIRS)
-        step = half(step >> 16) * (RAISE * LESS)
-        return factor, _scaled_bytes(scale, 1, step, False, s, PAIRS)
+        LESS: tl.constexpr = -0.015625 if PAIRS else -1.0  # 2 ** -6
+        MORE: tl.constexpr = 1.7014118346046923e38 if PAIRS else 1.0  # 2 ** 127: `scaled_codes`
+        if weights.step is None:
+            factor, offset = half(scale), half(scale >> 16)
+            return factor * SMALL * MORE, offset * (SMALL * LESS)
+        else:
+            factor = _scaled_bytes(scale, 0, half(step) * RAISE, False, s, PAIRS)
+            step = half(step >> 16) * (RAISE * LESS)
+            return factor * MORE, _scaled_bytes(scale, 1, step, False, s, PAIRS)
     elif weights.step is not None:  # iq4
         return _scaled_bytes(scale, 0, step.to(tl.float32) * RAISE, True, s, PAIRS), offset
     else:
-        SHARE: tl.constexpr = 64.0 if PAIRS and s.kind == "q8_0" else 1.0  # `small_bytes`
         return scale.to(tl.float32) * (SMALL * SHARE), offset
 
 
@@ -374,14 +378,15 @@ def gguf_factors(scale, step, weights, s: tl.constexpr, PAIRS: tl.constexpr):
 def gguf_weight(units, above, factor, offset, K: tl.constexpr, s: tl.constexpr):
     """Return field K of units as bf16 weights, without what `finish_gguf` multiplies."""
     if s.kind == "q4_k":
-        return affine_weight(code_bits(units, units, K, 4), factor, offset, K % 2)
+        return scaled_codes(units, units, factor, offset, K, 4)
     elif s.kind == "q5_k":
-        return affine_weight(code_bits(units, above, K, 5), factor, offset, 0)
+        return scaled_codes(units, above, factor, offset, K, 5)
     elif s.kind == "q8_0":
         return times_two_digits(small_bytes(shift_right(units, 8) if K else units), factor)
+    elif s.kind == "q6_k":
+        return times_two_digits(small_six_bits(units, above, K), offset if K % 2 else factor)
     else:
-        factor = offset if s.kind == "q6_k" and K % 2 else factor
-        return times_two_digits(decode(units, above, K, s.kind, tl.bfloat16), factor)
+        return times_two_digits(iq4(units, K), factor)
 
 
 @jit
@@ -447,7 +452,7 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
     if s.half_quadratic:
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
-    elif s.gguf and factor.dtype == tl.int32:
+    elif s.gguf and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
         return gguf_weight(units, above, factor, offset, field, s)
     elif s.gguf:
         number = decode(units, above, field, s.kind, DTYPE).to(tl.float32)

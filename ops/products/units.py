@@ -38,7 +38,7 @@ def scale_and_min(pair, step):
 def scaled_byte(word, K: tl.constexpr, step, SIGNED: tl.constexpr, IN_BITS: tl.constexpr):
     """Return byte K of int32, times step, fp32: rounded once.
 
-    IN_BITS: 2 ** -133 of it. In bits 16 to 23 of an fp32 number a byte is its multiple of 2 ** -133.
+    IN_BITS: 2 ** -133 of it. A byte in bits 16 to 23 of an fp32 number is its multiple of that.
     """
     if SIGNED:
         word = word ^ -2139062144  # 0x80808080: 128 more
@@ -88,80 +88,36 @@ def times_two_digits(number, factor):
 
 
 @jit
-def affine_digits(factor, offset, BITS: tl.constexpr):
-    """Split fp32 factors and offsets of codes of BITS bits -> int32 each, two bf16 numbers.
+def scaled_codes(units, above, factor, offset, K: tl.constexpr, BITS: tl.constexpr):
+    """Return field K of units, codes of 4 or 5 bits, times factor, plus offset, as bf16.
 
-    A code times the higher digit of the factor, plus that of the offset, is exact in bf16: the
-    factor's has 8 - BITS binary digits, and the offset's is a multiple of their last one. What is
-    left are the lower ones. The factor becomes 2 ** 127 as large.
+    Two at a time; fp32 fma, so that bf16 rounds the result alone. factor: 2 ** 95 of it. above: as
+    of `with_bits_above`, for 5 bits. Below 2 ** 24 the bits of an fp32 number are its multiple of
+    2 ** -149, so that a code in bits 16 to 20, or in 20 to 23, is a number.
     """
-    LEFT: tl.constexpr = 16 + BITS  # of the 24 bits that fp32 numbers have
+    HIGH: tl.constexpr = BITS == 4 and K % 2 == 1  # 16 times as large
+    MASK: tl.constexpr = (0xF0 if HIGH else 0x0F if BITS == 4 else 0x1F) << 16
+    # Five bits: those of both fields of a parity are bytes first.
     PTX: tl.constexpr = f"""{{
-        .reg .b32 scale, power, high, sum;
-        .reg .f32 low;
-        mul.f32 scale, $2, 0f7F000000;
-        and.b32 power, scale, 0x7F800000;
-        add.u32 high, scale, {1 << LEFT - 1};
-        and.b32 high, high, {(1 << 32) - (1 << LEFT)};
-        sub.f32 low, scale, high;
+        .reg .b32 bits, up, first, second;
+        .reg .f32 low, high;
+        shl.b32 up, $2, {4 - K % 2};
+        shr.u32 bits, $1, {4 * (K % 2)};
+        and.b32 bits, bits, 0x0F0F0F0F;
+        lop3.b32 bits, up, 0x10101010, bits, 0xEA;
+        mov.b32 bits, {"$1" if BITS == 4 else "bits"};
+        shl.b32 first, bits, {16 if K < 2 else 8};
+        shr.u32 second, bits, {0 if K < 2 else 8};
+        and.b32 first, first, {MASK};
+        and.b32 second, second, {MASK};
+        mul.f32 low, $3, {"0f3D800000" if HIGH else "0f3F800000"};
+        mul.f32 high, $4, {"0f3D800000" if HIGH else "0f3F800000"};
+        fma.rn.f32 low, first, low, $5;
+        fma.rn.f32 high, second, high, $6;
         cvt.rn.bf16x2.f32 $0, high, low;
-        fma.rn.f32 sum, power, {"0f80100000" if BITS == 4 else "0f80200000"}, $3;
-        and.b32 sum, sum, 0xFFFF0000;
-        fma.rn.f32 high, power, {"0f00100000" if BITS == 4 else "0f00200000"}, sum;
-        sub.f32 low, $3, high;
-        cvt.rn.bf16x2.f32 $1, high, low;
         }}"""
     return tl.inline_asm_elementwise(
-        PTX, "=r,=r,r,r", (factor, offset), (tl.int32, tl.int32), is_pure=True, pack=1
-    )
-
-
-@jit
-def affine_weight(bits, factor, offset, ODD: tl.constexpr):
-    """Return codes times factor plus offset (`affine_digits`) as bf16, two at a time.
-
-    bits: of `code_bits`. The sum of the higher digits is exact, so that the result is rounded once,
-    and what the lower ones add before.
-    """
-    PTX: tl.constexpr = f"""{{
-        .reg .b16 first, second;
-        .reg .b32 own, low, high, lower, higher, one, none;
-        mov.b32 none, 0x80008000;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 own, 0x3D803D80;
-        {"fma.rn.bf16x2 own, $2, own, none" if ODD else "mov.b32 own, $2"};
-        mov.b32 {{first, second}}, own;
-        mov.b32 low, {{first, first}};
-        mov.b32 high, {{second, second}};
-        mov.b32 {{first, second}}, $4;
-        mov.b32 lower, {{first, first}};
-        mov.b32 higher, {{second, second}};
-        fma.rn.bf16x2 low, $1, low, lower;
-        fma.rn.bf16x2 high, $1, high, higher;
-        fma.rn.bf16x2 $0, high, one, low;
-        }}"""
-    return tl.inline_asm_elementwise(
-        PTX, "=r,r,r,r,r,r", (bits, factor, offset), tl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@jit
-def code_bits(units, above, K: tl.constexpr, BITS: tl.constexpr):
-    """Return field K of units, codes of 4 or 5 bits, in the bits of bf16 numbers, two at a time.
-
-    Below 256 these are multiples of 2 ** -133. Codes of 4 bits stay where they are in a byte: odd
-    fields are 16 times as large. above: as of `with_bits_above`, of codes of 5 bits.
-    """
-    AT: tl.constexpr = 8 * (K // 2) if BITS == 4 else 4 * K
-    PTX: tl.constexpr = f"""{{
-        .reg .b32 bits, up;
-        {"shl" if K < 2 else "shr"}.b32 up, $2, {4 - K if K < 2 else 2 + K};
-        shr.u32 bits, $1, {AT};
-        and.b32 bits, bits, {0x00F000F0 if BITS == 4 and K % 2 else 0x000F000F};
-        {"mov.b32 $0, bits" if BITS == 4 else "lop3.b32 $0, up, 0x00100010, bits, 0xEA"};
-        }}"""
-    return tl.inline_asm_elementwise(
-        PTX, "=r,r,r", (units, above), tl.bfloat16, is_pure=True, pack=2
+        PTX, "=r,r,r,f,f,f,f", (units, above, factor, offset), tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -181,6 +137,29 @@ def small_bytes(units):
         fma.rn.bf16x2 $0, bits, factor, minus;
         }"""
     return tl.inline_asm_elementwise(PTX, "=r,r", (units,), tl.bfloat16, is_pure=True, pack=2)
+
+
+@jit
+def small_six_bits(units, above, K: tl.constexpr):
+    """Return field K of units, a code of 6 bits, less 32, 1/64 of it, as bf16, two at a time.
+
+    As `small_bytes`: those of both fields of a parity are bytes first. above: of `with_bits_above`.
+    """
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, up, factor, minus;
+        mov.b32 factor, 0x7F007F00;
+        mov.b32 minus, 0xBF00BF00;
+        shl.b32 up, $2, {4 - 2 * (K % 2)};
+        shr.u32 bits, $1, {4 * (K % 2)};
+        and.b32 bits, bits, 0x0F0F0F0F;
+        lop3.b32 bits, up, 0x30303030, bits, 0xEA;
+        shr.u32 bits, bits, {8 if K > 1 else 0};
+        and.b32 bits, bits, 0x00FF00FF;
+        fma.rn.bf16x2 $0, bits, factor, minus;
+        }}"""
+    return tl.inline_asm_elementwise(
+        PTX, "=r,r,r", (units, above), tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @jit
