@@ -45,8 +45,6 @@ MANY_ROWS = 64
 # but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
 # programs for all multiprocessors.
 MOST_DECODED, WIDE = 256, 8192
-
-
 BLOCK = 256  # numbers of a `step` of GGUF
 
 
@@ -238,9 +236,10 @@ def load_words(weights, rows, start, s: tl.constexpr):
     n: tl.constexpr = max(1, BK // s.word_numbers)
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
     at = start // s.word_numbers + tl.arange(0, n)[None, :]
+    inside, other = None, None
     if s.width % BK:
-        at = tl.minimum(at, WORDS - 1)
-    scale = tl.load(words + rows * WORDS + at)
+        inside, other = at < WORDS, 0
+    scale = tl.load(words + rows * WORDS + at, mask=inside, other=other)
     if s.gguf and weights.step is not None:
         return scale, _load_step(weights.step, rows, start // s.step_numbers, s)
     else:
