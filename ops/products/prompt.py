@@ -339,7 +339,7 @@ def grouped_gemm(
             chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
-    scale_bits = word_scale_bits(tensors, width, group)
+    scale_bits = word_scale_bits(tensors, kind, width, group)
     fields = out, width, E, kind, bits, group, chosen, active, activation, scale_bits
     candidates = grouped_candidates(fields, tile is not None)
     s, options = candidates[0] if tile else fit(_grouped, candidates, *given)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Activation
+from ops.gpu import gpu_of
 from ops.launch import jit, launch, tl
 from ops.products.units import (
     decode,
@@ -142,11 +143,13 @@ def prompt_operands(
     return tensors, bits, group
 
 
-def word_scale_bits(tensors: WeightTensors, width: int, group: int) -> int:
+def word_scale_bits(tensors: WeightTensors, kind: str, width: int, group: int) -> int:
     """Return the bits of a group's scale, or 0 if `scale` or `step` begins within a word."""
     found = [part for part in (tensors.scale, tensors.step) if part is not None]
     if any(part.storage_offset() * part.element_size() % 4 for part in found) or not found:
         return 0
+    if kind != "int4" and not gpu_of(tensors.codes.device).is_nvidia:
+        return 0  # Triton 3.6 ends the process while it compiles those of mxfp4 for AMD's GPUs
     return 8 * tensors.scale.element_size() * tensors.scale.shape[-1] * group // width
 
 
