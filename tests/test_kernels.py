@@ -19,7 +19,7 @@ from formats import FORMATS
 from formats.gguf_blocks import IQ4
 from formats.mxfp4 import E2M1
 from ops import launch
-from ops.products import units, words
+from ops.products import gguf_units, units, words
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -459,7 +459,7 @@ def test_the_assembly_of_bits_above_joins_their_planes(bits, K, plus):
 def test_the_assembly_of_six_bits_joins_their_planes(K):
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    text, at = assembly(units.small_six_bits, K=K), 8 * (K // 2) + 2 * (K % 2)
+    text, at = assembly(gguf_units.small_six_bits, K=K), 8 * (K // 2) + 2 * (K % 2)
     for code in range(64):
         pair = (0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K) * 0x00010001
         plane = 0xC3A5 & ~(3 << at) | code >> 4 << at
@@ -488,7 +488,7 @@ def test_the_assembly_of_fields_makes_their_numbers():
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
         *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
-        (units.small_bytes, 8, {}, codes.view(torch.int8).float() / 64),
+        (gguf_units.small_bytes, 8, {}, codes.view(torch.int8).float() / 64),
         *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
         *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]
@@ -519,7 +519,7 @@ def test_the_assembly_of_a_scale_of_a_byte(signed, K):
     """In the bits of an fp32 number, times a power of two."""
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    text = assembly(units.scaled_byte, K=K)
+    text = assembly(gguf_units.scaled_byte, K=K)
     for byte in range(256):
         word = 0xA5C3F00D & ~(255 << 8 * K) | byte << 8 * K
         found = run_assembly(text, _1=word ^ (0x80808080 if signed else 0))["$0"]
@@ -539,7 +539,7 @@ def test_the_assembly_of_two_digits_rounds_a_weight_once():
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
     generator = torch.Generator().manual_seed(0)
-    split, product = assembly(units.two_digits), assembly(units.times_two_digits)
+    split, product = assembly(gguf_units.two_digits), assembly(gguf_units.times_two_digits)
     for _ in range(400):
         scale = (torch.rand(1, generator=generator) * 2 - 1).item()
         factor = run_assembly(split, _1=fp32_bits(scale))["$0"]
@@ -557,7 +557,7 @@ def test_the_assembly_of_two_digits_rounds_a_weight_once():
 def test_the_assembly_of_scaled_codes_rounds_a_weight_once(bits, K):
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
-    text, at = assembly(units.scaled_codes, K=K, BITS=bits), 8 * (K // 2) + K % 2
+    text, at = assembly(gguf_units.scaled_codes, K=K, BITS=bits), 8 * (K // 2) + K % 2
     for code in range(1 << bits):
         pair = 0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K
         plane = 0xC3A5 & ~(1 << at) | code >> 4 << at

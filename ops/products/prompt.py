@@ -29,10 +29,10 @@ from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kernels
 from ops.products.codes import activate
+from ops.products.gguf_units import finish_gguf
 from ops.products.prompt_weights import (
     PromptSettings,
     PromptTile,
-    finish_gguf,
     load_numbers,
     load_scales,
     load_words,

@@ -14,6 +14,7 @@ from torch import Tensor
 from ops.declared import Activation
 from ops.gpu import gpu_of
 from ops.launch import jit, launch, tl
+from ops.products.gguf_units import finish_gguf, gguf_factors, gguf_weight
 from ops.products.units import (
     decode,
     decode_hqq,
@@ -21,21 +22,12 @@ from ops.products.units import (
     e4m3_pairs,
     finish,
     finish_int4,
-    half,
     hqq_offset,
     int4_factor,
-    iq4,
     pair_factors,
-    scaled_byte,
-    scaled_codes,
     scaled_int4,
     shift_each,
-    shift_right,
-    small_bytes,
-    small_six_bits,
-    times_two_digits,
     to_fp32,
-    two_digits,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
 from ops.sizes import cdiv, pow2
@@ -99,7 +91,7 @@ class PromptSettings(Codes):
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
     step_numbers = property(lambda s: BLOCK)
-    small_numbers = property(lambda s: s.kind in ("q6_k", "q8_0"))
+    affine = property(lambda s: s.kind in ("q4_k", "q5_k"))  # weights are scale * code - min
     # Numbers whose scales are a word of 32 bits.
     word_numbers = property(lambda s: s.group * 32 // s.scale_bits)
 
@@ -278,8 +270,8 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     """Convert fetched scales (`load_scales`, `load_words`) to each group's factor, offset [BN, n].
 
     A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units. Those
-    of `times_two_digits` are int32.
+    nvfp4 these are the factors of even and of odd units; in bf16 one int32 has both. GGUF's are
+    those of `gguf_factors`.
     """
     scale, zero = fetched
     offset = 0.0
@@ -308,91 +300,8 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             zero = zero * step + low
         offset = hqq_offset(scale, zero, DTYPE)
     elif s.gguf:
-        PAIRS: tl.constexpr = tl.bfloat16 == DTYPE and tl.target_info.is_cuda()
-        scale, offset = gguf_factors(scale, zero, weights, s, PAIRS)
-        if PAIRS and not (s.kind == "q4_k" or s.kind == "q5_k"):
-            scale = two_digits(scale)
-            offset = two_digits(offset) if s.kind == "q6_k" else offset
+        scale, offset = gguf_factors(scale, zero, weights, s, DTYPE)
     return scale, offset
-
-
-@jit
-def _scaled_bytes(
-    scale, K: tl.constexpr, step, SIGNED: tl.constexpr, s: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Return byte K of each group's scale, times step, fp32 [BN, groups].
-
-    scale: groups' scales, or words of these, int32.
-    """
-    first = scaled_byte(scale.to(tl.int32), K, step, SIGNED, PAIRS)
-    if scale.dtype != tl.int32:
-        return first
-    elif s.scale_bits == 16:
-        second = scaled_byte(scale, K + 2, step, SIGNED, PAIRS)
-        return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
-    else:
-        second = scaled_byte(scale, 1, step, SIGNED, PAIRS)
-        third = scaled_byte(scale, 2, step, SIGNED, PAIRS)
-        fourth = scaled_byte(scale, 3, step, SIGNED, PAIRS)
-        both = tl.join(tl.join(first, third), tl.join(second, fourth))
-        return tl.reshape(both, [first.shape[0], 4 * first.shape[1]])
-
-
-@jit
-def gguf_factors(scale, step, weights, s: tl.constexpr, PAIRS: tl.constexpr):
-    """Return fp32 factors and offsets of GGUF's kinds, both to be added: number * factor + offset.
-
-    Numbers are those of `decode`, but codes of q4_k and q5_k as they are.
-
-    PAIRS: for `gguf_weight`, of weights 2 ** -32 or 2 ** -38 (q4_k, q5_k) as large.
-    """
-    # A step times RAISE is that of `scaled_byte`.
-    SMALL: tl.constexpr = 2.3283064365386963e-10 if PAIRS else 1.0  # 2 ** -32
-    RAISE: tl.constexpr = 2.535301200456459e30 if PAIRS else 1.0  # 2 ** 101
-    # Numbers of `small_bytes` and `small_six_bits` are a 64th.
-    SHARE: tl.constexpr = 64.0 if PAIRS and s.small_numbers else 1.0
-    offset = 0.0
-    if s.kind == "q6_k":
-        step = step.to(tl.float32) * (RAISE * SHARE)
-        first = _scaled_bytes(scale, 0, step, True, s, PAIRS)
-        return first, _scaled_bytes(scale, 1, step, True, s, PAIRS)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        LESS: tl.constexpr = -0.015625 if PAIRS else -1.0  # 2 ** -6
-        MORE: tl.constexpr = 1.7014118346046923e38 if PAIRS else 1.0  # 2 ** 127: `scaled_codes`
-        if weights.step is None:
-            factor, offset = half(scale), half(scale >> 16)
-            return factor * SMALL * MORE, offset * (SMALL * LESS)
-        else:
-            factor = _scaled_bytes(scale, 0, half(step) * RAISE, False, s, PAIRS)
-            step = half(step >> 16) * (RAISE * LESS)
-            return factor * MORE, _scaled_bytes(scale, 1, step, False, s, PAIRS)
-    elif weights.step is not None:  # iq4
-        return _scaled_bytes(scale, 0, step.to(tl.float32) * RAISE, True, s, PAIRS), offset
-    else:
-        return scale.to(tl.float32) * (SMALL * SHARE), offset
-
-
-@jit
-def gguf_weight(units, above, factor, offset, K: tl.constexpr, s: tl.constexpr):
-    """Return field K of units as bf16 weights, without what `finish_gguf` multiplies."""
-    if s.kind == "q4_k":
-        return scaled_codes(units, units, factor, offset, K, 4)
-    elif s.kind == "q5_k":
-        return scaled_codes(units, above, factor, offset, K, 5)
-    elif s.kind == "q8_0":
-        return times_two_digits(small_bytes(shift_right(units, 8) if K else units), factor)
-    elif s.kind == "q6_k":
-        return times_two_digits(small_six_bits(units, above, K), offset if K % 2 else factor)
-    else:
-        return times_two_digits(iq4(units, K), factor)
-
-
-@jit
-def finish_gguf(total, s: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply sums by what numbers of `gguf_weight` lack; others are whole."""
-    if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
-        total *= 274877906944.0 if s.kind == "q4_k" or s.kind == "q5_k" else 4294967296.0
-    return total
 
 
 @jit
@@ -450,17 +359,8 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
     if s.half_quadratic:
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
-    elif s.gguf and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
-        return gguf_weight(units, above, factor, offset, field, s)
     elif s.gguf:
-        number = decode(units, above, field, s.kind, DTYPE).to(tl.float32)
-        if s.kind == "q6_k":
-            number *= factor if field % 2 == 0 else offset
-        elif s.kind == "q4_k" or s.kind == "q5_k":
-            number = (number + (8 if s.kind == "q4_k" else 16)) * factor + offset
-        else:
-            number *= factor
-        return number.to(DTYPE)
+        return gguf_weight(units, above, factor, offset, field, s, DTYPE)
     elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
         if tl.target_info.is_cuda():
             return scaled_int4(units, factor, field)
