@@ -289,7 +289,7 @@ def assembly(function, **constants: int) -> str:
     }
     text = named.pop(getattr(call.args[0], "id", None), call.args[0])
     for name, value in named.items():
-        with suppress(NameError):  # of an argument that is no constant
+        with suppress(NameError):  # its value depends on an argument that is no constant
             constants[name] = eval(compile(ast.Expression(value), name, "eval"), constants)
     text = eval(compile(ast.Expression(text), function.__name__, "eval"), constants)
     return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
@@ -516,7 +516,7 @@ def test_the_assembly_of_3_bits_joins_their_planes(K, code):
 @pytest.mark.parametrize("K", range(4))
 @pytest.mark.parametrize("signed", (False, True))
 def test_the_assembly_of_a_scale_of_a_byte(signed, K):
-    """In the bits of an fp32 number, times a power of two."""
+    """The byte is found in the bits of an fp32 number, times a power of two."""
     if launch.triton is None:
         pytest.skip("ops/ needs triton")
     text = assembly(gguf_units.scaled_byte, K=K)

@@ -1,8 +1,7 @@
 """GGUF's weights for a prompt's tensor cores, in bf16: one rounding, few instructions.
 
-A weight is number * factor + offset. Triton's products of fp32 numbers, each converted to bf16
-after, would take twice the instructions, and three times with the bits above codes. What is done
-here instead:
+A weight is number * factor + offset. Converting each number to fp32, and each result to bf16, takes
+up to twice the instructions of these ways:
 
 - **Integers are numbers where they are.** Below 2 ** 24 the bits of an fp32 number are its multiple
   of 2 ** -149, below 256 those of a bf16 number multiples of 2 ** -133. So a mask makes a number.

@@ -68,7 +68,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
-    scale_bits: int = 0  # of a group, if scales and steps begin with words of 32 bits; 0: others
+    scale_bits: int = 0  # bits of a scale, if scales and steps begin with words of 32; 0: others
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`
 
     # Outputs are those of gates, then as many ups.
