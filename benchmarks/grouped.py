@@ -97,9 +97,9 @@ class Product:
             format = FORMATS[weight.format]
             x = format.grouped_order(x, weight.group)
             given = weight.parts(), format.kind, format.bits, weight.group
-        _, bits, group = prompt_operands(*given)
-        E = len(self.group_ends)
-        own = choose_prompt_tile(self.rows, E, bits, x.shape[1], given[1], group)
+        parts, kind, bits, group = given
+        _, bits, group = prompt_operands(parts, kind, bits, group)
+        own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind, group)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)
         product = partial(grouped_gemm, x, self.group_ends, *given, **options)
