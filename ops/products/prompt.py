@@ -223,7 +223,8 @@ def choose_prompt_tile(
     rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
     if bits == 4 and kind in GGUF:
         if rows == 16:
-            return PromptTile(32, 128, 128, 4, tail=16, registers=168)  # three programs at once
+            limit = None if kind == "iq4" else 168  # three programs at once; iq4 would spill
+            return PromptTile(32, 128, 128, 4, tail=16, registers=limit)
         if rows > 32:  # two programs at once
             tail = 64 if rows == 64 else 32
             return PromptTile(128, 128, 128, 8, stages=2, tail=tail, registers=128)
