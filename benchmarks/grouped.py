@@ -36,7 +36,7 @@ from ops.declared import RELU_SQUARED, SWIGLU, Activation
 from ops.gpu import gpu_of
 from ops.products.prompt import choose_prompt_tile, grouped_gemm
 from ops.products.prompt_rows import activate_rows, gather_rows, group_pairs
-from ops.products.prompt_weights import PromptTile, multiply_unpacked
+from ops.products.prompt_weights import PromptTile, multiply_unpacked, prompt_operands
 from runtime.compile_ahead import compile_ahead
 
 TILE = tuple(field.name for field in fields(PromptTile))
@@ -97,7 +97,8 @@ class Product:
             format = FORMATS[weight.format]
             x = format.grouped_order(x, weight.group)
             given = weight.parts(), format.kind, format.bits, weight.group
-        kind, bits, group = given[1:]
+        parts, kind, bits, group = given
+        _, bits, group = prompt_operands(parts, kind, bits, group)
         own = choose_prompt_tile(self.rows, len(self.group_ends), bits, x.shape[1], kind, group)
         options = dict(pairs=self.pairs, active=self.active)
         options |= dict(activation=self.activation, columns=self.columns)

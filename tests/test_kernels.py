@@ -7,6 +7,7 @@ does not know, is run here by a small interpreter of PTX.
 import ast
 import operator
 import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from formats import FORMATS
 from formats.gguf_blocks import IQ4
 from formats.mxfp4 import E2M1
 from ops import launch
-from ops.products import units, words
+from ops.products import gguf_units, units, words
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 
@@ -286,7 +287,10 @@ def assembly(function, **constants: int) -> str:
     named = {
         node.target.id: node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)
     }
-    text = named.get(getattr(call.args[0], "id", None), call.args[0])
+    text = named.pop(getattr(call.args[0], "id", None), call.args[0])
+    for name, value in named.items():
+        with suppress(NameError):  # its value depends on an argument that is no constant
+            constants[name] = eval(compile(ast.Expression(value), name, "eval"), constants)
     text = eval(compile(ast.Expression(text), function.__name__, "eval"), constants)
     return "".join(f"  {line.strip()};\n" for line in text.strip("{}").split(";") if line.strip())
 
@@ -300,8 +304,8 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 
     def read(name: str) -> int:
         return (
-            int(name, 16)
-            if name.startswith("0x")
+            int(name[2:], 16)
+            if name.startswith(("0x", "0f"))
             else int(name)
             if name.isdecimal()
             else registers[name]
@@ -312,13 +316,24 @@ def run_assembly(source: str, **values: int) -> dict[str, int]:
 
     for line in re.findall(r"^\s+(\w+[.\w]*) ([^;]+);", source, flags=re.M):
         name, arguments = line[0], line[1].replace("{", "").replace("}", "").split(", ")
-        if name == "mov.b64":
+        if name == "mov.b32" and line[1].startswith("{"):
+            whole = read(arguments[2])
+            registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFF, whole >> 16
+        elif name == "mov.b64":
             whole = read(arguments[2]) & (1 << 64) - 1
             registers[arguments[0]], registers[arguments[1]] = whole & 0xFFFFFFFF, whole >> 32
         elif name != ".reg":
             target, *given = arguments[0], *map(read, arguments[1:])
             if name == "mov.b32":
-                (found,) = given
+                found = given[0] if len(given) == 1 else given[0] | given[1] << 16
+            elif name.endswith(".f32"):
+                first, second, *third = map(as_fp32, given)
+                if name == "cvt.rn.bf16x2.f32":
+                    both = torch.tensor((second, first)).bfloat16()
+                    found = both.view(torch.int32).item() & 0xFFFFFFFF
+                else:
+                    product = {"sub.f32": first - second}.get(name, first * second)
+                    found = fp32_bits(product + sum(third))
             elif name == "fma.rn.bf16x2":  # in fp32, and rounded: exact as far as products are
                 parts = torch.tensor(given).to(torch.int32).view(torch.bfloat16).view(3, 2).double()
                 found = (parts[0] * parts[1] + parts[2]).bfloat16().view(
@@ -440,6 +455,18 @@ def test_the_assembly_of_bits_above_joins_their_planes(bits, K, plus):
         assert as_bf16(found) == [float(code + added)] * 2, code
 
 
+@pytest.mark.parametrize("K", range(4))
+def test_the_assembly_of_six_bits_joins_their_planes(K):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text, at = assembly(gguf_units.small_six_bits, K=K), 8 * (K // 2) + 2 * (K % 2)
+    for code in range(64):
+        pair = (0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K) * 0x00010001
+        plane = 0xC3A5 & ~(3 << at) | code >> 4 << at
+        found = run_assembly(text, _1=pair, _2=plane * 0x00010001)["$0"]
+        assert as_bf16(found) == [(code - 32) / 64] * 2, code
+
+
 def as_bf16(register: int) -> list[float]:
     """Return the two bf16 numbers in a register."""
     return torch.tensor([register]).to(torch.int32).view(torch.bfloat16).tolist()
@@ -461,6 +488,7 @@ def test_the_assembly_of_fields_makes_their_numbers():
         *((units.e2m1, 4, {"K": K}, e2m1) for K in range(4)),
         *((units.int4, 4, {"K": K}, codes[:16] - 8.0) for K in range(4)),
         *((units.iq4, 4, {"K": K}, torch.tensor(IQ4).float()) for K in range(4)),
+        (gguf_units.small_bytes, 8, {}, codes.view(torch.int8).float() / 64),
         *((units.codes_plus_128, 4, {"K": K, "BITS": 4}, codes[:16] + 128.0) for K in range(4)),
         *((units.codes_plus_128, 2, {"K": K, "BITS": 2}, codes[:4] + 128.0) for K in range(8)),
     ]
@@ -483,6 +511,75 @@ def test_the_assembly_of_3_bits_joins_their_planes(K, code):
     thirds = (0xC3A5 & ~(1 << high) | (code >> 2) << high) * 0x00010001
     text = assembly(units.codes_3_plus_128, K=K)
     assert as_bf16(run_assembly(text, _1=pair, _2=thirds)["$0"]) == [128.0 + code] * 2
+
+
+@pytest.mark.parametrize("K", range(4))
+@pytest.mark.parametrize("signed", (False, True))
+def test_the_assembly_of_a_scale_of_a_byte(signed, K):
+    """The byte is found in the bits of an fp32 number, times a power of two."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text = assembly(gguf_units.scaled_byte, K=K)
+    for byte in range(256):
+        word = 0xA5C3F00D & ~(255 << 8 * K) | byte << 8 * K
+        found = run_assembly(text, _1=word ^ (0x80808080 if signed else 0))["$0"]
+        assert as_fp32(found) * 2.0**133 == (byte - (byte >> 7 << 8) + 128 if signed else byte)
+
+
+def as_fp32(register: int) -> float:
+    return torch.tensor([register]).to(torch.int32).view(torch.float32).item()
+
+
+def fp32_bits(number: float) -> int:
+    return torch.tensor(number).view(torch.int32).item() & 0xFFFFFFFF
+
+
+def test_the_assembly_of_two_digits_rounds_a_weight_once():
+    """Numbers of 8 bits times a scale in fp32, of two bf16 numbers."""
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    generator = torch.Generator().manual_seed(0)
+    split, product = assembly(gguf_units.two_digits), assembly(gguf_units.times_two_digits)
+    for _ in range(400):
+        scale = (torch.rand(1, generator=generator) * 2 - 1).item()
+        factor = run_assembly(split, _1=fp32_bits(scale))["$0"]
+        assert abs(sum(as_bf16(factor)) - scale) <= 2.0**-16 * abs(scale)
+        numbers = torch.randint(-128, 128, (2,), generator=generator).bfloat16()
+        register = numbers.view(torch.int32).item() & 0xFFFFFFFF
+        found = run_assembly(product, _1=register, _2=factor)["$0"]
+        for number, got in zip(numbers.tolist(), as_bf16(found), strict=True):
+            # Half a unit of the last of 8 digits, and of the lower product's last one
+            assert abs(got - number * scale) <= (2.0**-8 + 2.0**-14) * abs(number * scale)
+
+
+@pytest.mark.parametrize("K", range(4))
+@pytest.mark.parametrize("bits", (4, 5))
+def test_the_assembly_of_scaled_codes_rounds_a_weight_once(bits, K):
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text, at = assembly(gguf_units.scaled_codes, K=K, BITS=bits), 8 * (K // 2) + K % 2
+    for code in range(1 << bits):
+        pair = 0xA5C3 & ~(15 << 4 * K) | (code & 15) << 4 * K
+        plane = 0xC3A5 & ~(1 << at) | code >> 4 << at
+        # The second code of a pair is the first one's complement.
+        other = pair ^ 15 << 4 * K, plane ^ 1 << at
+        given = dict(_1=pair | other[0] << 16, _2=plane | other[1] << 16)
+        factors, offsets = (0.3, -1.7), (0.11, 5.3)
+        given |= {f"_{n + 3}": fp32_bits(f * 2.0**95) for n, f in enumerate(factors)}
+        given |= {f"_{n + 5}": fp32_bits(o * 2.0**-38) for n, o in enumerate(offsets)}
+        want = torch.tensor((code, (1 << bits) - 1 - code)) * torch.tensor(factors)
+        found = torch.tensor(as_bf16(run_assembly(text, **given)["$0"])) * 2.0**38
+        assert torch.equal(found, (want + torch.tensor(offsets)).bfloat16().float()), code
+
+
+def test_the_assembly_of_pairs_of_e4m3_scales():
+    if launch.triton is None:
+        pytest.skip("ops/ needs triton")
+    text = assembly(units.e4m3_pairs)
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    for code, value in enumerate(values):
+        found = as_bf16(run_assembly(text, _1=0xA5C30000 | code | 0x3800)["$0"])
+        assert found == [value * 2.0**94, 2.0**94]
 
 
 def test_the_assembly_that_widens_and_that_moves_down():

@@ -235,6 +235,13 @@ def test_pairs_are_combined_where_they_are_added(shared):
         ("int4", PromptTile(16, 64, 256, 4), None),  # whole words
         ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
         ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
+        ("q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU),
+        ("q5_k", PromptTile(64, 64, 256, 4), None),  # a word of four words' bits above
+        ("q6_k", PromptTile(32, 64, 128, 4, tail=16), None),
+        ("iq4_xs", PromptTile(16, 64, 256, 4), None),  # words of four scales
+        ("q5_1", PromptTile(16, 64, 128, 4), None),
+        ("q8_0", PromptTile(16, 64, 64, 4), None),
+        ("nvfp4", PromptTile(16, 64, 128, 4), None),
         pytest.param("int8", PromptTile(64, 64, 128, 4), RELU_SQUARED, marks=pytest.mark.slow),
         pytest.param("fp8b", PromptTile(64, 64, 128, 4), SWIGLU, marks=pytest.mark.slow),
     ),

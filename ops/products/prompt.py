@@ -29,6 +29,7 @@ from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kernels
 from ops.products.codes import activate
+from ops.products.gguf_units import finish_gguf
 from ops.products.prompt_weights import (
     PromptSettings,
     PromptTile,
@@ -39,8 +40,10 @@ from ops.products.prompt_weights import (
     prompt_operands,
     scale_factors,
     weight_field,
+    word_scale_bits,
 )
 from ops.products.units import finish, finish_int4
+from ops.products.weights import GGUF
 from ops.sizes import cdiv
 
 
@@ -121,6 +124,8 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
         sums = finish(sums, factor, s.kind, DTYPE)
     if s.kind == "int4":
         sums = finish_int4(sums, weights, DTYPE)
+    elif s.gguf:
+        sums = finish_gguf(sums, s, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order
@@ -163,7 +168,7 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
             at = (weight_rows, scale_rows, unit)
             own = factors
             if s.step_scaled and AHEAD < 2:
-                scales = fetched if AHEAD == 1 else load_words(weights, weight_rows, start, s)
+                scales = load_words(weights, weight_rows, start, s) if s.in_words else fetched
                 own = scale_factors(scales, weights, weight_rows, s, DTYPE)
             numbers = load_numbers(weights, own, at, inside, start, s)
             if s.step_scaled and AHEAD == 2:
@@ -216,6 +221,13 @@ def choose_prompt_tile(
     H100; bits other than 4 and 16 on an H200, with all rows of x before the next outputs.
     """
     rows = next((rows for rows in (16, 32, 64) if rows * E >= N), 128)
+    if bits == 4 and kind in GGUF:
+        if rows == 16:
+            limit = None if kind == "iq4" else 168  # three programs at once; iq4 would spill
+            return PromptTile(32, 128, 128, 4, tail=16, registers=limit)
+        if rows > 32:  # two programs at once
+            tail = 64 if rows == 64 else 32
+            return PromptTile(128, 128, 128, 8, stages=2, tail=tail, registers=128)
     if bits == 4:
         if rows == 16:
             # mxfp4 would spill in fp16.
@@ -318,8 +330,6 @@ def grouped_gemm(
     tensors, bits, group = prompt_operands(parts, kind, bits, group)
     rows = N if group_ends is None else None
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, rows
-    scale = tensors.scale
-    in_words = scale is not None and scale.element_size() == 2 and scale.storage_offset() % 2 == 0
     chosen = tile
     if chosen is None:
         chosen = choose_prompt_tile(N, E, bits, width, kind, group)
@@ -330,7 +340,8 @@ def grouped_gemm(
             chosen = replace(chosen, **fewer, registers=None)
         if x.element_size() == 4:  # no tensor cores: larger tiles spill
             chosen = replace(chosen, rows=min(chosen.rows, 64))
-    fields = out, width, E, kind, bits, group, chosen, active, activation, in_words
+    scale_bits = word_scale_bits(tensors, kind, width, group)
+    fields = out, width, E, kind, bits, group, chosen, active, activation, scale_bits
     candidates = grouped_candidates(fields, tile is not None)
     s, options = candidates[0] if tile else fit(_grouped, candidates, *given)
     tiles, blocks = cdiv(N, s.tile.rows) + E - 1, cdiv(results, s.block)

@@ -12,19 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Activation
+from ops.gpu import gpu_of
 from ops.launch import jit, launch, tl
+from ops.products.gguf_units import finish_gguf, gguf_factors, gguf_weight
 from ops.products.units import (
     decode,
     decode_hqq,
     e2m1_factor,
+    e4m3_pairs,
     finish,
     finish_int4,
     hqq_offset,
     int4_factor,
     pair_factors,
-    scale_and_min,
     scaled_int4,
-    signed_byte,
+    shift_each,
     to_fp32,
 )
 from ops.products.weights import BITS, GGUF, Codes, WeightTensors, kernel_tensors
@@ -36,6 +38,7 @@ MANY_ROWS = 64
 # but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
 # programs for all multiprocessors.
 MOST_DECODED, WIDE = 256, 8192
+BLOCK = 256  # numbers of a `step` of GGUF
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class PromptSettings(Codes):
     tile: PromptTile
     active: int = 1  # experts of a token of x
     activation: Activation | None = None  # applied to outputs
-    in_words: bool = True  # scales have 16 bits and begin with a word of 32
+    scale_bits: int = 0  # bits of a scale, if scales and steps begin with words of 32; 0: others
     own_order: bool = False  # `_unpack` undoes `Format.grouped_order`
 
     # Outputs are those of gates, then as many ups.
@@ -87,19 +90,31 @@ class PromptSettings(Codes):
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
 
+    step_numbers = property(lambda s: BLOCK)
+    affine = property(lambda s: s.kind in ("q4_k", "q5_k"))  # weights are scale * code - min
+    # Numbers whose scales are a word of 32 bits.
+    word_numbers = property(lambda s: s.group * 32 // s.scale_bits)
+
+    @property
+    def in_words(self) -> bool:
+        """Whether a step's scales are whole words, or a part of one group: `load_words`."""
+        if self.scale_bits == 0 or self.half_quadratic:
+            return False
+        if self.kind == "mxfp4" and self.tile.warps > 4:
+            return False  # slower: 2,048 tokens of Qwen3-30B-A3B take 10 % longer
+        BK = self.tile.numbers
+        whole = BK % self.word_numbers == 0 or self.group % BK == 0
+        return whole and self.width % self.word_numbers == 0 and (BLOCK % BK == 0 or not self.gguf)
+
     @property
     def scales_ahead(self) -> int:
         """How many steps ahead a step's scales are loaded: 0 if Triton pipelines them.
 
-        It pipelines loads of at least 32 bits, so int4's scales by `load_words`. Scales loaded one
+        It pipelines loads of at least 32 bits: those of `load_words`. Scales loaded one
         step ahead arrive late: ptxas moves the load behind the step's last product, and the next
         step waits. Two steps ahead they arrive in time, for a register more each.
         """
-        if self.kind == "mxfp4":
-            return 2
-        BK, groups = self.tile.numbers, self.width // self.group
-        whole = BK % (2 * self.group) == 0 or self.group % BK == 0
-        return 0 if self.kind == "int4" and self.in_words and groups % 2 == 0 and whole else 1
+        return 0 if self.in_words else 2 if self.kind == "mxfp4" else 1
 
 
 def unpacks_first(N: int, out: int, kind: str) -> bool:
@@ -122,12 +137,33 @@ def prompt_operands(
     return tensors, bits, group
 
 
+def word_scale_bits(tensors: WeightTensors, kind: str, width: int, group: int) -> int:
+    """Return the bits of a group's scale, or 0 if `scale` or `step` begins within a word."""
+    found = [part for part in (tensors.scale, tensors.step) if part is not None]
+    if any(part.storage_offset() * part.element_size() % 4 for part in found) or not found:
+        return 0
+    if kind != "int4" and not gpu_of(tensors.codes.device).is_nvidia:
+        return 0  # Triton 3.6 ends the process while it compiles those of mxfp4 for AMD's GPUs
+    return 8 * tensors.scale.element_size() * tensors.scale.shape[-1] * group // width
+
+
 @jit
 def _expand(values, COUNT: tl.constexpr):
     """[BN, n] -> [BN, COUNT]: repeat each value for COUNT / n neighboring units."""
     BN: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BN, n, COUNT // n]), [BN, COUNT])
+
+
+@jit
+def as_loaded(numbers, tensor):
+    """Return int16 numbers as what a load returns that loads none. tensor: has 16 bits.
+
+    Triton 3.6 moves loads to the lanes that multiply what was loaded, but moves nothing that
+    depends on a position.
+    """
+    tensor = tensor.to(tl.pointer_type(tl.int16), bitcast=True)
+    return tl.load(tensor + numbers, mask=numbers < tl.minimum(tl.program_id(0), 0), other=numbers)
 
 
 @jit
@@ -138,21 +174,23 @@ def load_above(plane, rows, start, s: tl.constexpr):
     plane. Its units 0 and 1 belong to the words' units 0 and 1; bits of each word are SHIFT above
     those of the word before.
     """
-    # Select the word by the mask of a load, not by a shift: Triton 3.6 moves loads to the lanes
-    # that multiply what they loaded, but moves nothing that depends on a position.
-    UNITS: tl.constexpr = s.width // s.fields
+    U: tl.constexpr = s.tile.numbers // s.fields
     SHARING: tl.constexpr = 2 if s.half_quadratic else 4 // s.bits_above
     SHIFT: tl.constexpr = 8 // SHARING
-    unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
-    place = rows * (UNITS // SHARING) + unit // (2 * SHARING) * 2 + unit % 2
-    word, inside = unit // 2 % SHARING, unit < UNITS
-    bits = tl.load(plane + place, mask=(word == 0) & inside, other=0)
-    if s.half_quadratic:
-        bits = bits << 2
-    for m in tl.static_range(1, SHARING):
-        own = tl.load(plane + place, mask=(word == m) & inside, other=0)
-        bits |= own >> (SHIFT * m - 2 if s.half_quadratic else SHIFT * m)
-    return bits
+    EACH: tl.constexpr = s.width // s.fields // SHARING
+    unit = start // s.fields // SHARING + tl.arange(0, U // SHARING)[None, :]
+    inside, other = None, None
+    if s.width % s.tile.numbers:
+        inside, other = unit < EACH, 0
+    bits = tl.load(plane + rows * EACH + unit, mask=inside, other=other)
+    BN: tl.constexpr = bits.shape[0]
+    bits = tl.reshape(bits, [BN, U // SHARING // 2, 1, 2])
+    bits = tl.reshape(tl.broadcast_to(bits, [BN, U // SHARING // 2, SHARING, 2]), [BN, U])
+    shifts = tl.arange(0, 8) // 2 % SHARING * SHIFT
+    shifts = as_loaded(shifts.to(tl.int16)[None, None, :], plane)
+    shifts = tl.reshape(tl.broadcast_to(shifts, [BN, U // 8, 8]), [BN, U])
+    bits = shift_each(bits, shifts)
+    return bits << 2 if s.half_quadratic else bits
 
 
 @jit
@@ -179,26 +217,52 @@ def load_scales(weights, rows, start, s: tl.constexpr):
 
 @jit
 def load_words(weights, rows, start, s: tl.constexpr):
-    """`load_scales` of int4, as words of two scales -> [BN, n], twice.
+    """`load_scales`, as words of 32 bits -> scales [BN, n], and zeros or steps [BN, n or 1].
 
     Rows have whole words; a step has whole words, too, or a part of one group.
     """
     BK: tl.constexpr = s.tile.numbers
-    WORDS: tl.constexpr = s.width // s.group // 2
-    n: tl.constexpr = max(1, BK // (2 * s.group))
+    EACH: tl.constexpr = 32 // s.scale_bits  # scales of a word
+    WORDS: tl.constexpr = s.width // s.word_numbers
+    n: tl.constexpr = max(1, BK // s.word_numbers)
     words = weights.scale.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = start // (2 * s.group) + tl.arange(0, n)[None, :]
+    at = start // s.word_numbers + tl.arange(0, n)[None, :]
+    inside, other = None, None
     if s.width % BK:
-        at = tl.minimum(at, WORDS - 1)
-    word = tl.load(words + rows * WORDS + at)
-    if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
-        word = word >> start // s.group % 2 * 16
-        both = tl.join(word, word)
+        inside, other = at < WORDS, 0
+    scale = tl.load(words + rows * WORDS + at, mask=inside, other=other)
+    if s.gguf and weights.step is not None:
+        return scale, _load_step(weights.step, rows, start // s.step_numbers, s)
     else:
-        both = tl.join(word, word >> 16)
-    both = tl.reshape(both, [both.shape[0], 2 * n]).to(tl.int16)
-    scale = both.to(weights.scale.dtype.element_ty, bitcast=True)
-    return scale, scale
+        if s.group % BK == 0:  # two equal ones, for the reason in `load_scales`
+            scale = scale >> start // s.group % EACH * s.scale_bits
+            scale = tl.reshape(tl.join(scale, scale), [scale.shape[0], 2])
+        elif EACH == 2:
+            scale = tl.reshape(tl.join(scale, scale >> 16), [scale.shape[0], 2 * n])
+        elif EACH == 4:
+            scale = tl.join(tl.join(scale, scale >> 16), tl.join(scale >> 8, scale >> 24)) & 0xFF
+            scale = tl.reshape(scale, [scale.shape[0], 4 * n])
+        if s.scale_bits == 16:
+            scale = scale.to(tl.int16)
+        if s.scale_bits > 8:
+            scale = scale.to(weights.scale.dtype.element_ty, bitcast=True)
+        return scale, scale
+
+
+@jit
+def _load_step(steps, rows, block, s: tl.constexpr):
+    """Load the `step` of a block of each row -> [BN, 1]. Those of 16 bits are a half of a word."""
+    BLOCKS: tl.constexpr = s.width // s.step_numbers
+    at = rows * BLOCKS + tl.minimum(block, BLOCKS - 1)
+    if steps.dtype.element_ty.primitive_bitwidth == 32:
+        return tl.load(steps + at)
+    else:
+        words = steps.to(tl.pointer_type(tl.int32), bitcast=True)
+        shift = block % 2 * 16
+        if BLOCKS % 2:
+            shift = shift ^ as_loaded((rows % 2 * 16).to(tl.int16), steps).to(tl.int32)
+        half_word = tl.load(words + at // 2) >> shift
+        return half_word.to(tl.int16).to(steps.dtype.element_ty, bitcast=True)
 
 
 @jit
@@ -206,19 +270,23 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
     """Convert fetched scales (`load_scales`, `load_words`) to each group's factor, offset [BN, n].
 
     A weight is number * factor - offset, the number being that of `decode_hqq` or `decode`. For
-    q6_k these are the factors of even and of odd fields, for nvfp4 of even and of odd units.
+    nvfp4 these are the factors of even and of odd units; in bf16 one int32 has both. GGUF's are
+    those of `gguf_factors`.
     """
     scale, zero = fetched
     offset = 0.0
     if s.kind == "nvfp4":
-        scale, offset = pair_factors(scale, DTYPE)
+        if tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
+            scale = e4m3_pairs(scale.to(tl.int32))
+        else:
+            scale, offset = pair_factors(scale, DTYPE)
     elif s.kind == "mxfp4":
-        scale = scale.to(tl.int32)
-        if s.paired:
+        if s.paired and scale.dtype == tl.int16:
+            scale = scale.to(tl.int32)
             n: tl.constexpr = scale.shape[1]
             both = tl.join(scale & 0xFF, scale >> 8 & 0xFF)
             scale = tl.reshape(both, [scale.shape[0], 2 * n])
-        scale = e2m1_factor(scale, DTYPE)
+        scale = e2m1_factor(scale.to(tl.int32), DTYPE)
     elif s.kind == "int4" and scale.dtype != tl.bfloat16:
         scale = scale.to(tl.float32)  # or Triton would round products to fp16
     elif s.kind == "int4" and tl.bfloat16 == DTYPE and tl.target_info.is_cuda():
@@ -231,16 +299,8 @@ def scale_factors(fetched, weights, rows, s: tl.constexpr, DTYPE: tl.constexpr):
             step, low = tl.load(weights.zero_step + rows), tl.load(weights.zero_low + rows)
             zero = zero * step + low
         offset = hqq_offset(scale, zero, DTYPE)
-    elif s.kind == "q4_k" or s.kind == "q5_k":
-        scale, least = scale_and_min(scale, zero)
-        offset = least - scale * (8.0 if s.kind == "q4_k" else 16.0)
-    elif s.kind == "q6_k":
-        step = zero.to(tl.float32)
-        scale, offset = signed_byte(scale, 0) * step, signed_byte(scale, 1) * step
     elif s.gguf:
-        scale = scale.to(tl.float32)
-        if weights.step is not None:
-            scale *= zero.to(tl.float32)
+        scale, offset = gguf_factors(scale, zero, weights, s, DTYPE)
     return scale, offset
 
 
@@ -249,7 +309,7 @@ def unit_factors(factors, s: tl.constexpr):
     """Return the factor and the offset of each unit of a step, by `scale_factors` of groups."""
     COUNT: tl.constexpr = s.tile.numbers // s.fields
     factor, offset = factors
-    if s.kind == "nvfp4":
+    if s.kind == "nvfp4" and factor.dtype != tl.int32:
         both = tl.join(factor, offset)[:, :, None, :]
         n: tl.constexpr = factor.shape[1]
         both = tl.broadcast_to(both, [factor.shape[0], n, COUNT // n // 2, 2])
@@ -300,13 +360,7 @@ def weight_field(numbers, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.conste
         code = decode_hqq(units, above, field, s.bits, DTYPE)
         return (code * factor - offset).to(DTYPE)
     elif s.gguf:
-        number = decode(units, above, field, s.kind, DTYPE)
-        number = to_fp32(number) if tl.bfloat16 == DTYPE else number.to(tl.float32)
-        if s.kind == "q6_k":
-            number *= factor if field % 2 == 0 else offset
-        else:
-            number = number * factor - offset
-        return number.to(DTYPE)
+        return gguf_weight(units, above, factor, offset, field, s, DTYPE)
     elif s.kind == "int4" and factor.dtype == tl.bfloat16 and tl.bfloat16 == DTYPE:
         if tl.target_info.is_cuda():
             return scaled_int4(units, factor, field)
@@ -337,6 +391,8 @@ def _finished_field(
         number = finish(number, factor, s.kind, DTYPE)
     if s.kind == "int4":
         number = finish_int4(number, weights, DTYPE)
+    elif s.gguf:
+        number = finish_gguf(number, s, DTYPE)
     return number.to(DTYPE)
 
 

@@ -46,6 +46,18 @@ def shift_right(units, COUNT: tl.constexpr):
 
 
 @jit
+def shift_each(units, counts):
+    """Shift pairs of int16 units right by counts; the upper bits become garbage."""
+    if tl.target_info.is_cuda():
+        PTX: tl.constexpr = "{ .reg .b32 count; and.b32 count, $2, 15; shr.u32 $0, $1, count; }"
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r", (units, counts), tl.int16, is_pure=True, pack=2
+        )
+    else:
+        return units >> counts
+
+
+@jit
 def signed_bytes(units):
     """Convert the lower bytes of int16 units, signed numbers, to bf16, two at a time."""
     # 128 + the lower 7 bits, minus 128, or minus 256 for a negative number: all exact.
@@ -95,8 +107,10 @@ def e2m1(units, factor, K: tl.constexpr):
         and.b32 bits, bits, 0x81C081C0;
         fma.rn.bf16x2 $0, bits, $2, none;
         }}"""
+    # A factor of int32 is that of two units: the second unit's is the same.
+    CONSTRAINTS: tl.constexpr = "=r,r,r,r" if factor.dtype == tl.int32 else "=r,r,r"
     return tl.inline_asm_elementwise(
-        PTX, "=r,r,r", (units, factor), tl.bfloat16, is_pure=True, pack=2
+        PTX, CONSTRAINTS, (units, factor), tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -130,6 +144,27 @@ def pair_factors(pairs, DTYPE: tl.constexpr):
     """Convert pairs of nvfp4's scales to factors of `decode`: of even units, and of odd ones."""
     pairs = pairs.to(tl.int32)
     return e4m3_factor(pairs & 0x7F, DTYPE), e4m3_factor(pairs >> 8 & 0x7F, DTYPE)
+
+
+@jit
+def e4m3_pairs(pairs):
+    """Convert int32 of two e4m3 scales, bytes 0 and 1, to int32 of two factors of `e2m1`.
+
+    Shifted into the fields of bf16 numbers, scales are 2 ** -120 as large; factors have 2 ** 94. So
+    they are multiplied by 2 ** 118, then by 2 ** 96.
+    """
+    PTX: tl.constexpr = f"""{{
+        .reg .b32 bits, factor, none;
+        mov.b32 none, 0x80008000;
+        mov.b32 factor, 0x7A807A80;
+        prmt.b32 bits, $1, 0, 0x4140;
+        and.b32 bits, bits, {0x007F007F};
+        shl.b32 bits, bits, 4;
+        fma.rn.bf16x2 bits, bits, factor, none;
+        mov.b32 factor, 0x6F806F80;
+        fma.rn.bf16x2 $0, bits, factor, none;
+        }}"""
+    return tl.inline_asm_elementwise(PTX, "=r,r", (pairs,), tl.int32, is_pure=True, pack=1)
 
 
 @jit
