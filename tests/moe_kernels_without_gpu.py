@@ -221,11 +221,26 @@ def expert_errors(layer: Layer) -> dict[str, float]:
         # Numbers of hqq2 and hqq3 are rounded to 16 bits for tensor cores.
         most = 3e-4 if layer.w2.two_bits else 1e-4
         assert relative(pairs, y) < most, relative(pairs, y)
+        check_shared_pairs(layer)
     want = weighted_sum(w2.gather(given.double(), layer.indices), layer.routing)
     want = torch.where(real, want * case.scale, 0.0) + residual
     h = h.view(want_h.shape)[layer.real]
     gate_up = relative(h, want_h[layer.real]) if real.any() else 0.0
     return {"gate_up": gate_up, "down": relative(y, want)}
+
+
+def check_shared_pairs(layer: Layer) -> None:
+    """Check gate and up of several tokens with shared experts, whose programs start first."""
+    case, shared = layer.case, layer.case.shared
+    if not shared:
+        return
+    routing = Routing(case.A - shared or 1, case.norm_topk, shared=shared, gated=case.gated)
+    scores = layer.normal(case.tokens, 1, case.E - shared + case.gated)
+    tokens = [slice(n, n + 1) for n in range(case.tokens)]
+    rows = [moe_decode.gate_up(layer.x[n], layer.w13, scores[n], routing) for n in tokens]
+    found = moe_decode.gate_up(layer.x, layer.w13, scores, routing)
+    for got, want in zip(found, map(torch.cat, zip(*rows, strict=True)), strict=True):
+        assert relative(got, want) < 1e-3, relative(got, want)
 
 
 def several_tokens(

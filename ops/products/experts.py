@@ -71,6 +71,19 @@ def _find_expert(scores, pair, s: tl.constexpr, WARPS: tl.constexpr):
 
 
 @jit
+def _shared_first(number, s: tl.constexpr):
+    """Return the pair of this number among the launch's: all tokens' shared experts come first."""
+    if s.pairs_of_row == 0:
+        return (number + s.first) % s.routing.pairs
+    else:
+        tokens = tl.num_programs(0) // s.pairs_of_row
+        is_shared = number < tokens * s.routing.shared
+        other = number - tokens * s.routing.shared
+        own = number // s.routing.shared * s.pairs_of_row + s.first + number % s.routing.shared
+        return tl.where(is_shared, own, other // s.first * s.pairs_of_row + other % s.first)
+
+
+@jit
 def _read_or_find_expert(indices, scores, pair, program, s: tl.constexpr):
     """Return the expert of a pair, int64: a late program reads what the choosing one has stored.
 
@@ -98,9 +111,8 @@ class EachSettings(Product):
 
     @property
     def first(self) -> int:
-        """The pair whose programs start first: of one token a shared expert's, if it has some."""
-        is_one = self.routing is not None and not self.pairs_of_row
-        return self.routing.active if is_one and self.routing.shared else 0
+        """The pair of a token whose programs start first: a shared expert's, if it has some."""
+        return self.routing.active if self.routing is not None and self.routing.shared else 0
 
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
@@ -109,8 +121,7 @@ class EachSettings(Product):
 # multiplied.
 #
 # After the wait all loads start at once: the tile's first DEPTH chunks, and their x. Programs of
-# one token's shared experts start first: they load weights while the router's kernel leaves memory
-# idle.
+# shared experts start first: they load weights while the router's kernel leaves memory idle.
 #
 # With scores each program finds its expert in them, and the grid has one more row of programs,
 # R + 1. The first one stores the whole choice, for the next kernel and for programs of several
@@ -135,7 +146,7 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     multiplying = tl.num_programs(BY_ROWS) - CHOOSE  # programs of a pair
     pair, program = tl.program_id(1 - BY_ROWS), tl.program_id(BY_ROWS) - CHOOSE
     if s.first:
-        pair = (pair + s.first) % s.routing.pairs
+        pair = _shared_first(pair, s)
     # The last tiles begin early enough to be whole: some rows are computed twice.
     row = tl.minimum(program * s.rows, I - s.rows)
     is_real = True
@@ -143,8 +154,9 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
         token = pair // PAIRS
         if choice.last is not None:
             is_real = token % s.queries <= tl.load(choice.last + token // s.queries)
-    if PDL and not SHARED:  # noqa: SIM102  (known at compile time)
-        if not s.first or (pair < s.routing.active) | (program < 0):
+    if PDL and not SHARED:
+        of_row = pair % PAIRS if PAIRS else pair
+        if not s.first or (of_row < s.routing.active) | (program < 0):
             tl.extra.cuda.gdc_wait()
     scores, indices, factors, of_token = choice.scores, choice.indices, choice.weights, pair
     if PAIRS:
@@ -164,7 +176,11 @@ def _multiply_each(x, choice, weights, bias, h, unknown_zero, s: tl.constexpr, P
     if choice.last is not None:  # noqa: SIM102
         if not is_real:
             return
-    if CHOOSE and s.first_late:
+    if CHOOSE and s.first_late and s.first:
+        expert = (s.routing.E - s.first + of_token).to(tl.int64)  # shared
+        if of_token < s.first:
+            expert = _read_or_find_expert(indices, scores, of_token, program, s)
+    elif CHOOSE and s.first_late:
         expert = _read_or_find_expert(indices, scores, of_token, program, s)
     elif CHOOSE:
         expert = _find_expert(scores, of_token, s.routing, s.warps)

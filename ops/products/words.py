@@ -22,6 +22,17 @@ def add_pair(pair, total):
 
 
 @jit
+def join_halves(low, high, s):
+    """Return words of the lower halves of two others: in one instruction, where that pays."""
+    if tl.target_info.is_cuda() and (s.kind == "int4" or s.kind == "int8"):
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", (low, high), tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (low & 0xFFFF) | (high << 16)
+
+
+@jit
 def _number(x, K: tl.constexpr):
     """Return number K of four int16 in an int64, as int32."""
     return (x >> 16 * K).to(tl.int16).to(tl.int32)
