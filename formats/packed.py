@@ -161,7 +161,7 @@ class Packed(nn.Module):
         kind = FORMATS[self.format].kind
         if kind is None or x.element_size() != 2 or torch.compiler.is_compiling():
             return False
-        if not unpacks_first(len(x), len(self.codes), kind):
+        if not unpacks_first(len(x), len(self.codes), self.width, kind):
             return False
         return can_launch(x, f"{UNPACKING} {self.format}")
 
@@ -171,15 +171,17 @@ class Packed(nn.Module):
             return None
         return column_order(self.format, self.group, self.width, like.device)
 
-    def multiply_tokens(self, x: Tensor, group_ends: Tensor, **rows) -> Tensor:
+    def multiply_tokens(self, x: Tensor, group_ends: Tensor | None, **rows) -> Tensor:
         """x [T, in] in the order of `column_order` -> [N, out], by one kernel.
 
+        group_ends None: the weight is [out, in].
         rows: named arguments of `grouped_gemm`, `pairs` among them. Raises KernelError where the
         kernel cannot run.
         """
-        format = FORMATS[self.format]
-        weight = self.parts(), format.kind, format.bits, self.group
-        return grouped_gemm(x, group_ends, *weight, **rows)
+        format, parts = FORMATS[self.format], self.parts()
+        if group_ends is None:
+            parts = {name: part.unsqueeze(0) for name, part in parts.items()}
+        return grouped_gemm(x, group_ends, parts, format.kind, format.bits, self.group, **rows)
 
     def multiply_ordered(self, x: Tensor, group_ends: Tensor | None) -> Tensor:
         """`multiply_rows` of x in the order of `column_order`."""
@@ -374,7 +376,7 @@ def rows_grouped(
     weight = parts, format.kind, format.bits, group
     kernel = partial(grouped_gemm, x, group_ends, *weight)
     is_dense = group_ends is None and x.element_size() == 2
-    if not is_dense or not unpacks_first(len(x), parts["codes"].shape[1], format.kind):
+    if not is_dense or not unpacks_first(len(x), parts["codes"].shape[1], x.shape[1], format.kind):
         return kernel()
     return try_kernels(f"{UNPACKING} {format.name}", partial(multiply_unpacked, x, *weight), kernel)
 

@@ -133,18 +133,24 @@ class DenseRows:
             return project(self.linear, x)
         return self.linear.multiply_ordered(x, None)
 
+    def activate(self, x: Tensor, **results) -> Tensor:
+        """Multiply x [.., T, in] and activate -> [T, I]. results: as of `ExpertRows.activate`."""
+        columns = self.columns(x.flatten(0, -2))
+        if columns is None or self.linear.bias is not None:
+            return activate_rows(project(self.linear, x).flatten(0, -2), **results)
+        return self.linear.multiply_tokens(in_order(x, columns), None, **results)
 
-class SharedExpert:
-    """A shared expert for a prompt's chunk, without its gate."""
+
+class DenseRowsOfFFN:
+    """A shared expert, without its gate, or a dense FFN for a prompt's chunk."""
 
     def __init__(self, ffn: nn.Module, activation: Activation):
-        self.w13, self.w2, self.activation = ffn.w13, DenseRows(ffn.w2), activation
+        self.w13, self.w2, self.activation = DenseRows(ffn.w13), DenseRows(ffn.w2), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, T, D] -> [T, D]."""
-        both = project(self.w13, x)[0]
-        x = x[0]
-        return self.w2.multiply(activate_rows(both, self.activation, columns=self.w2.columns(x)))
+        """x [.., T, D] -> [T, D]."""
+        columns = self.w2.columns(x.flatten(0, -2))
+        return self.w2.multiply(self.w13.activate(x, activation=self.activation, columns=columns))
 
 
 class PromptLayer:
@@ -162,12 +168,14 @@ class PromptLayer:
             experts = block.ffn.experts
             self.resident = isinstance(experts, Experts)  # else in host memory
             self.routing = replace(layer.experts.routing, shared=0, gated=False)
-        self.shared: SharedExpert | None = None
+        self.dense: DenseRowsOfFFN | None = None  # a shared expert, or all of a dense FFN
+        if self.is_dense:
+            self.dense = DenseRowsOfFFN(block.ffn, self.activation)
         if self.resident:
             self.w13, self.w2 = ExpertRows(experts.w13), ExpertRows(experts.w2)
             shared, self.gate = layer.experts.shared, layer.experts.gate
             if shared is not None and layer.experts.dense is None:
-                self.shared = SharedExpert(shared, self.activation)
+                self.dense = DenseRowsOfFFN(shared, self.activation)
         self.adds = block.add_attention, block.add_ffn
         self.sums = [settings_of(add, AddNorm, SumAdditions) for add in self.adds]
         # What reads a norm's result, by the norm's id: `PromptRunner` knows all blocks' norms.
@@ -243,8 +251,7 @@ class PromptLayer:
         """
         ffn, x = self.block.ffn, normed.flatten(0, 1)
         if self.is_dense:
-            hidden = activate_rows(project(ffn.w13, x), self.activation)
-            return project(ffn.w2, hidden), None, None
+            return self.dense.forward(normed), None, None
         indices, weights = route(project(ffn.router, x), self.routing)
         given = ffn.expert_input(x)
         if not self.resident:
@@ -259,9 +266,9 @@ class PromptLayer:
         hidden = w13.activate(ordered, order, indices, group_ends, **results)
         parts = w2.multiply(hidden, group_ends)
         rows = parts, places, indices, weights, w2.bias
-        if self.shared is not None:
+        if self.dense is not None:
             gate = None if self.gate is None else (x, self.gate.weight)
-            rows = *rows, self.shared.forward(normed), gate
+            rows = *rows, self.dense.forward(normed), gate
         elif type(ffn).merge is not MoE.merge:
             return ffn.merge(x, combine_rows(*rows)), indices, weights
         return PairResults(*rows), indices, weights

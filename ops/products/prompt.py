@@ -31,6 +31,8 @@ from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kerne
 from ops.products.codes import activate
 from ops.products.gguf_units import finish_gguf
 from ops.products.prompt_weights import (
+    SMALL,
+    WIDE,
     PromptSettings,
     PromptTile,
     load_numbers,
@@ -213,7 +215,7 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr
 
 
 def choose_prompt_tile(
-    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128
+    N: int, E: int, bits: int, width: int, kind: str = "", group: int = 128, out: int = WIDE
 ) -> PromptTile:
     """Return the fastest tile for N rows of E experts, as measured by benchmarks/grouped.py.
 
@@ -238,6 +240,8 @@ def choose_prompt_tile(
                 # Short rows have few steps: four programs at once.
                 return PromptTile(32, 128, 128 if width < 1024 else numbers, 4, tail=16)
             return PromptTile(rows, 128, numbers, 4)
+        if kind == "int4" and rows > 64 and E == 1 and out * width <= SMALL:
+            return PromptTile(64, 64, 256 if width % 256 == 0 else 128, 4)
         if kind == "int4" and (rows == 64 or (rows > 64 and E == 1)):  # dense: as `unpacks_first`
             return PromptTile(64, 128, 128, 4, tail=16)
         if rows == 64:  # most experts' last rows are fewer
@@ -332,7 +336,7 @@ def grouped_gemm(
     given = x.contiguous(), y, group_ends, tensors, pairs, columns, bias, rows
     chosen = tile
     if chosen is None:
-        chosen = choose_prompt_tile(N, E, bits, width, kind, group)
+        chosen = choose_prompt_tile(N, E, bits, width, kind, group, out)
         if x.dtype is not torch.bfloat16:  # decoding takes more registers
             fewer = dict(outputs=min(chosen.outputs, 128), warps=min(chosen.warps, 8))
             if kind in ("q5_k", "q6_k", "iq4"):

@@ -36,8 +36,8 @@ from ops.sizes import cdiv, pow2
 # were not measured),
 MANY_ROWS = 64
 # but for at most MOST_DECODED rows and an int4 weight of at least WIDE outputs: then `_grouped` has
-# programs for all multiprocessors.
-MOST_DECODED, WIDE = 256, 8192
+# programs for all multiprocessors. A weight of at most SMALL numbers is not worth a kernel more.
+MOST_DECODED, WIDE, SMALL = 256, 8192, 1 << 21
 BLOCK = 256  # numbers of a `step` of GGUF
 
 
@@ -117,9 +117,10 @@ class PromptSettings(Codes):
         return 0 if self.in_words else 2 if self.kind == "mxfp4" else 1
 
 
-def unpacks_first(N: int, out: int, kind: str) -> bool:
+def unpacks_first(N: int, out: int, width: int, kind: str) -> bool:
     """Whether a dense weight is unpacked for N rows of x in 16 bits, not decoded by `_grouped`."""
-    return N > MANY_ROWS and not (kind == "int4" and N <= MOST_DECODED and out >= WIDE)
+    is_decoded = kind == "int4" and N <= MOST_DECODED and (out >= WIDE or out * width <= SMALL)
+    return N > MANY_ROWS and not is_decoded
 
 
 def prompt_operands(
