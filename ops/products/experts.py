@@ -115,7 +115,7 @@ class EachSettings(Product):
     def first(self) -> int:
         """The pair of a token whose programs start first: a shared expert's, if it has some.
 
-        Of several tokens so in int4 alone: others were not measured.
+        Several tokens have one in int4 alone: other kinds were not measured.
         """
         has_some = self.routing is not None and self.routing.shared
         return self.routing.active if has_some and (not self.several or self.kind == "int4") else 0
