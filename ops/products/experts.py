@@ -109,10 +109,16 @@ class EachSettings(Product):
     activation: Activation | None = None  # of gate and up
     routing: ChoiceSettings | None = None
 
+    several = property(lambda s: s.pairs_of_row > 0)  # tokens
+
     @property
     def first(self) -> int:
-        """The pair of a token whose programs start first: a shared expert's, if it has some."""
-        return self.routing.active if self.routing is not None and self.routing.shared else 0
+        """The pair of a token whose programs start first: a shared expert's, if it has some.
+
+        Several tokens have one in int4 alone: other kinds were not measured.
+        """
+        has_some = self.routing is not None and self.routing.shared
+        return self.routing.active if has_some and (not self.several or self.kind == "int4") else 0
 
 
 # Grid [R, N]: a program computes TILES tiles, every R-th one. A tile is ROWS rows of one expert's
@@ -121,7 +127,8 @@ class EachSettings(Product):
 # multiplied.
 #
 # After the wait all loads start at once: the tile's first DEPTH chunks, and their x. Programs of
-# shared experts start first: they load weights while the router's kernel leaves memory idle.
+# `first`, shared experts, start first: they load weights while the router's kernel leaves memory
+# idle.
 #
 # With scores each program finds its expert in them, and the grid has one more row of programs,
 # R + 1. The first one stores the whole choice, for the next kernel and for programs of several
