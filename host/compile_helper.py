@@ -22,12 +22,16 @@ started: list["Helper"] = []  # at most one
 
 
 class Helper:
-    """A process that compiles launches. It starts at once, and waits for them."""
+    """A process that compiles launches. It starts at once, and waits for them.
 
-    def __init__(self):
+    environment: its own; None: this process's.
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ops.compile_ahead"],
             cwd=ROOT,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -137,6 +137,13 @@ def pretend(gpu: Gpu) -> None:
     driver.set_active(target)
 
 
+def keep_version(gpu: Gpu) -> None:
+    """Let this process ask for the version of its ptxas now (`ops.launch.keep_assembler`)."""
+    major, minor = gpu.capability
+    with suppress(Exception):  # another version of Triton
+        triton.compiler.compiler.make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
+
+
 def error_of(work: Callable, *arguments) -> str | None:
     """Call `work`; return its error as text, None if there is none.
 

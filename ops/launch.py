@@ -37,6 +37,7 @@ S = TypeVar("S")
 log = logging.getLogger("moe_fast")
 MAKING = threading.RLock()  # within `Kernel.__getattr__`
 known_keys: dict[str, str] = {}  # `cache_key` of kernels in an earlier process, by `path`
+assembler: list[str] = []  # of `keep_assembler`: at most one
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
 
@@ -94,7 +95,8 @@ class Kernel(triton.JITFunction if triton else object):
         """Let Triton read the source when it is first needed: a model uses few kernels."""
         with MAKING:
             if not self.is_made:
-                keep_assembler()
+                if not assembler:
+                    keep_assembler()
                 self.is_made = True
                 super().__init__(self.fn, **self.options)
         return object.__getattribute__(self, name)
@@ -163,14 +165,22 @@ class Kernel(triton.JITFunction if triton else object):
 
 
 def keep_assembler() -> None:
-    """Let this process, and those that it starts, take Triton's ptxas to the end.
+    """Note which ptxas Triton takes: at the first kernel, before Inductor compiles any.
 
     Its version is a part of all keys of Triton's cache, and a process asks for it once. Inductor
     names the ptxas of PyTorch in the environment when it first compiles: a helper that starts later
     would take that, and no launch of this process would find its kernels.
     """
     with suppress(AttributeError, RuntimeError):  # another version of Triton, or not for NVIDIA
-        os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+        assembler.append(triton.knobs.nvidia.ptxas.path)
+
+
+def helper_environment() -> dict[str, str]:
+    """Return the environment of a process whose kernels this one is to find in the cache."""
+    environment = dict(os.environ)
+    if assembler:
+        environment["TRITON_PTXAS_PATH"] = assembler[0]
+    return environment
 
 
 def stand_in(arg, specialized: bool = True):

@@ -22,9 +22,9 @@ import ops
 from host.before_imports import start_hashing, wait_for_hash
 from host.compile_helper import MARKERS, Helper, start, started, stop
 from host.files import stamp
-from ops.compile_ahead import cache_folder, code_of, kernel_of, signature
+from ops.compile_ahead import cache_folder, code_of, keep_version, kernel_of, signature
 from ops.gpu import Gpu
-from ops.launch import known_keys, triton
+from ops.launch import helper_environment, known_keys, triton
 from ops.plain.rope import rope_table
 
 KERNELS = Path(ops.__file__).parent
@@ -129,6 +129,7 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
     """Compile the tasks that no earlier run has compiled; return how many."""
     wait_for_hash()
     wait_for_kernels()
+    keep_version(gpu)
     if missing := not_compiled(tasks):
         start()
         summary, errors = compile_missing(started[0], missing, gpu)
@@ -158,7 +159,7 @@ def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
     def run() -> None:
         errors = ["the helper has ended"]
         try:
-            with closing(Helper()) as helper:
+            with closing(Helper(helper_environment())) as helper:
                 summary, found = compile_missing(helper, missing, gpu, nice=NICE)
             lines.append(summary)
             errors = found or errors

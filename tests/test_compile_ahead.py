@@ -110,7 +110,7 @@ def compile_later(compile_some, monkeypatch):
     """Return a function: compile tasks in the background by this helper -> what tells the end."""
 
     def run(tasks: list[str], fake: FakeHelper):
-        monkeypatch.setattr(ahead, "Helper", lambda: fake)
+        monkeypatch.setattr(ahead, "Helper", lambda environment: fake)
         return ahead.compile_later(tasks, GPU)
 
     return run
@@ -155,7 +155,7 @@ def test_kernels_that_are_not_compiled_in_the_background_are_an_error(count, why
 
 
 def test_a_helper_that_cannot_be_started_is_an_error(compile_some, monkeypatch):
-    def fail():
+    def fail(environment):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(ahead, "Helper", fail)
@@ -174,8 +174,8 @@ ahead.cache_folder = lambda: cache
 ahead.signature = lambda task: task
 helpers, Helper = [], ahead.Helper
 
-def start():
-    helpers.append(Helper())
+def start(environment):
+    helpers.append(Helper(environment))
     return helpers[0]
 
 ahead.Helper = start
