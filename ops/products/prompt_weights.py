@@ -178,20 +178,25 @@ def load_above(plane, rows, start, s: tl.constexpr):
     U: tl.constexpr = s.tile.numbers // s.fields
     SHARING: tl.constexpr = 2 if s.half_quadratic else 4 // s.bits_above
     SHIFT: tl.constexpr = 8 // SHARING
-    EACH: tl.constexpr = s.width // s.fields // SHARING
-    unit = start // s.fields // SHARING + tl.arange(0, U // SHARING)[None, :]
-    inside, other = None, None
-    if s.width % s.tile.numbers:
-        inside, other = unit < EACH, 0
-    bits = tl.load(plane + rows * EACH + unit, mask=inside, other=other)
-    BN: tl.constexpr = bits.shape[0]
-    bits = tl.reshape(bits, [BN, U // SHARING // 2, 1, 2])
-    bits = tl.reshape(tl.broadcast_to(bits, [BN, U // SHARING // 2, SHARING, 2]), [BN, U])
-    shifts = tl.arange(0, 8) // 2 % SHARING * SHIFT
-    shifts = as_loaded(shifts.to(tl.int16)[None, None, :], plane)
-    shifts = tl.reshape(tl.broadcast_to(shifts, [BN, U // 8, 8]), [BN, U])
-    bits = shift_each(bits, shifts)
-    return bits << 2 if s.half_quadratic else bits
+    EACH: tl.constexpr = s.width // s.fields // SHARING  # units of a row
+    if s.half_quadratic:  # each word has a load, by its mask; one load for all was not measured
+        unit = start // s.fields + tl.arange(0, U)[None, :]
+        place = plane + (rows * EACH + unit // (2 * SHARING) * 2 + unit % 2)
+        word, inside = unit // 2 % SHARING, unit < s.width // s.fields
+        bits = tl.load(place, mask=(word == 0) & inside, other=0) << 2
+        return bits | tl.load(place, mask=(word == 1) & inside, other=0) >> (SHIFT - 2)
+    else:
+        unit = start // s.fields // SHARING + tl.arange(0, U // SHARING)[None, :]
+        inside = unit < EACH if s.width % s.tile.numbers else None
+        other = None if inside is None else 0
+        bits = tl.load(plane + rows * EACH + unit, mask=inside, other=other)
+        BN: tl.constexpr = bits.shape[0]
+        bits = tl.reshape(bits, [BN, U // SHARING // 2, 1, 2])
+        bits = tl.reshape(tl.broadcast_to(bits, [BN, U // SHARING // 2, SHARING, 2]), [BN, U])
+        shifts = tl.arange(0, 8) // 2 % SHARING * SHIFT
+        shifts = as_loaded(shifts.to(tl.int16)[None, None, :], plane)
+        shifts = tl.reshape(tl.broadcast_to(shifts, [BN, U // 8, 8]), [BN, U])
+        return shift_each(bits, shifts)
 
 
 @jit
