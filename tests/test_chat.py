@@ -499,6 +499,11 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(root / "cache"), "XDG_STATE_HOME": str(root / "state")}
 
 
+def heed_hangups() -> None:
+    """Let SIGHUP end this process, also where tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(folders, tmp_path):
     """Start a chat in a pseudo-terminal, wait for its first prompt."""
@@ -508,7 +513,13 @@ def start(folders, tmp_path):
         environment = os.environ | folders | {"TERM": "dumb", "OMP_NUM_THREADS": "1"}
         line = [str(ROOT / "generate.py"), *OPTIONS, *arguments]
         child = pexpect.spawn(
-            sys.executable, line, env=environment, cwd=tmp_path, timeout=120, encoding="utf-8"
+            sys.executable,
+            line,
+            env=environment,
+            cwd=tmp_path,
+            timeout=120,
+            encoding="utf-8",
+            preexec_fn=heed_hangups,
         )
         child.setwinsize(50, 200)
         children.append(child)

@@ -89,7 +89,6 @@ class PromptSettings(Codes):
     # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
     scale_numbers = property(lambda s: 2 * s.group if s.paired else s.group)
-
     step_numbers = property(lambda s: BLOCK)
     affine = property(lambda s: s.kind in ("q4_k", "q5_k"))  # weights are scale * code - min
     # Numbers whose scales are a word of 32 bits.
@@ -110,9 +109,9 @@ class PromptSettings(Codes):
     def scales_ahead(self) -> int:
         """How many steps ahead a step's scales are loaded: 0 if Triton pipelines them.
 
-        It pipelines loads of at least 32 bits: those of `load_words`. Scales loaded one
-        step ahead arrive late: ptxas moves the load behind the step's last product, and the next
-        step waits. Two steps ahead they arrive in time, for a register more each.
+        It pipelines loads of at least 32 bits: those of `load_words`. Scales loaded one step ahead
+        arrive late: ptxas moves the load behind the step's last product, and the next step waits.
+        Two steps ahead they arrive in time, for a register more each.
         """
         return 0 if self.in_words else 2 if self.kind == "mxfp4" else 1
 
