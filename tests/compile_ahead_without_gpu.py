@@ -162,11 +162,11 @@ def main() -> None:
     some = sorted(tasks, key=lambda task: len(kernel_of(task).src))[: count or None]
     there = gpu.KNOWN["sm_90"]
     found["ahead"] = [compile_ahead(some, there), compile_ahead(some, there)]
+    name_other_ptxas()
     before = files()
     for task in some:
         compile_task(task)
     added = files() - before
-    name_other_ptxas()
     others = [task for task in tasks if task not in some][:2]
     is_there = compile_later(others, there)
     found["later"], end = [len(others), is_there()], time.monotonic() + 120
