@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import NoReturn, TypeVar
@@ -37,7 +37,8 @@ S = TypeVar("S")
 log = logging.getLogger("moe_fast")
 MAKING = threading.RLock()  # within `Kernel.__getattr__`
 known_keys: dict[str, str] = {}  # `cache_key` of kernels in an earlier process, by `path`
-assembler: list[str] = []  # of `keep_assembler`: at most one
+PTXAS = "TRITON_PTXAS_PATH"  # in the environment; without it Triton takes its own
+assembler: list[str | None] = []  # of `keep_assembler`: at most one
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
 
@@ -165,21 +166,22 @@ class Kernel(triton.JITFunction if triton else object):
 
 
 def keep_assembler() -> None:
-    """Note which ptxas Triton takes: at the first kernel, before Inductor compiles any.
+    """Note which ptxas the environment names: at the first kernel, before Inductor compiles any.
 
     Its version is a part of all keys of Triton's cache, and a process asks for it once. Inductor
     names the ptxas of PyTorch in the environment when it first compiles: a helper that starts later
     would take that, and no launch of this process would find its kernels.
     """
-    with suppress(AttributeError, RuntimeError):  # another version of Triton, or not for NVIDIA
-        assembler.append(triton.knobs.nvidia.ptxas.path)
+    assembler.append(os.environ.get(PTXAS))
 
 
 def helper_environment() -> dict[str, str]:
     """Return the environment of a process whose kernels this one is to find in the cache."""
     environment = dict(os.environ)
     if assembler:
-        environment["TRITON_PTXAS_PATH"] = assembler[0]
+        environment.pop(PTXAS, None)
+        if assembler[0] is not None:
+            environment[PTXAS] = assembler[0]
     return environment
 
 

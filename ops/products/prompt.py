@@ -29,12 +29,12 @@ from ops.gpu import gpu_of
 from ops.inductor import custom_op
 from ops.launch import can_launch, check_shapes, fit, jit, launch, tl, try_kernels
 from ops.products.codes import activate
-from ops.products.gguf_units import finish_gguf
 from ops.products.prompt_weights import (
     SMALL,
     WIDE,
     PromptSettings,
     PromptTile,
+    finish_numbers,
     load_numbers,
     load_scales,
     load_words,
@@ -42,10 +42,8 @@ from ops.products.prompt_weights import (
     prompt_operands,
     scale_factors,
     weight_field,
-    word_scale_bits,
 )
-from ops.products.units import finish, finish_int4
-from ops.products.weights import GGUF
+from ops.products.weights import GGUF, WeightTensors
 from ops.sizes import cdiv
 
 
@@ -122,12 +120,7 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
     if s.has_row_scale:  # int8, fp8 and nvfp4
         scale = weights.scale_step if s.kind == "nvfp4" else weights.scale
         factor = tl.load(scale + n).to(tl.float32)[None, :]
-    if s.kind != "fp8b":  # its factor has what its numbers lack
-        sums = finish(sums, factor, s.kind, DTYPE)
-    if s.kind == "int4":
-        sums = finish_int4(sums, weights, DTYPE)
-    elif s.gguf:
-        sums = finish_gguf(sums, s, DTYPE)
+    sums = finish_numbers(sums, factor, weights, s, DTYPE)
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)[None, :]
     if s.gated:  # `_find_outputs` gives their order
@@ -212,6 +205,16 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr
                 _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
         else:
             _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
+
+
+def word_scale_bits(tensors: WeightTensors, kind: str, width: int, group: int) -> int:
+    """Return the bits of a group's scale, or 0 if `scale` or `step` begins within a word."""
+    found = [part for part in (tensors.scale, tensors.step) if part is not None]
+    if any(part.storage_offset() * part.element_size() % 4 for part in found) or not found:
+        return 0
+    if kind != "int4" and not gpu_of(tensors.codes.device).is_nvidia:
+        return 0  # Triton 3.6 ends the process while it compiles those of mxfp4 for AMD's GPUs
+    return 8 * tensors.scale.element_size() * tensors.scale.shape[-1] * group // width
 
 
 def choose_prompt_tile(

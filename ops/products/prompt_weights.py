@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.declared import Activation
-from ops.gpu import gpu_of
 from ops.launch import jit, launch, tl
 from ops.products.gguf_units import finish_gguf, gguf_factors, gguf_weight
 from ops.products.units import (
@@ -135,16 +134,6 @@ def prompt_operands(
     if kind == "mxfp4" and tensors.scale.shape[-1] % 2 == 0:
         tensors = tensors._replace(scale=tensors.scale.view(torch.int16))
     return tensors, bits, group
-
-
-def word_scale_bits(tensors: WeightTensors, kind: str, width: int, group: int) -> int:
-    """Return the bits of a group's scale, or 0 if `scale` or `step` begins within a word."""
-    found = [part for part in (tensors.scale, tensors.step) if part is not None]
-    if any(part.storage_offset() * part.element_size() % 4 for part in found) or not found:
-        return 0
-    if kind != "int4" and not gpu_of(tensors.codes.device).is_nvidia:
-        return 0  # Triton 3.6 ends the process while it compiles those of mxfp4 for AMD's GPUs
-    return 8 * tensors.scale.element_size() * tensors.scale.shape[-1] * group // width
 
 
 @jit
@@ -387,18 +376,24 @@ TILE = PromptTile(1, 16, 512, 4)  # of `_unpack`
 
 
 @jit
+def finish_numbers(total, factor, weights, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply weights of `weight_field`, or their sums, by what they lack. factor: of `finish`."""
+    if s.kind != "fp8b":  # its factor has what its numbers lack
+        total = finish(total, factor, s.kind, DTYPE)
+    if s.kind == "int4":
+        total = finish_int4(total, weights, DTYPE)
+    elif s.gguf:
+        total = finish_gguf(total, s, DTYPE)
+    return total
+
+
+@jit
 def _finished_field(
     numbers, factor, weights, field: tl.constexpr, s: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Return a field of packed units as weights [BN, units], all that they lack included."""
     number = weight_field(numbers, field, s, DTYPE).to(tl.float32)
-    if s.kind != "fp8b":  # its factor has what its numbers lack
-        number = finish(number, factor, s.kind, DTYPE)
-    if s.kind == "int4":
-        number = finish_int4(number, weights, DTYPE)
-    elif s.gguf:
-        number = finish_gguf(number, s, DTYPE)
-    return number.to(DTYPE)
+    return finish_numbers(number, factor, weights, s, DTYPE).to(DTYPE)
 
 
 @jit

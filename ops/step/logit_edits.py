@@ -20,7 +20,7 @@ class Edit:
     V: int  # vocabulary
     block: int = 1024  # tokens of a program
 
-    words = property(lambda s: cdiv(s.V, 32))  # a row's mask has so many int32
+    words = property(lambda s: cdiv(s.V, 32))  # int32 of a row's mask
 
 
 # Grid [V / BLOCK, B]: a program is the only one that reads or writes its tokens' counts.
