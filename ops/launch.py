@@ -37,7 +37,7 @@ S = TypeVar("S")
 log = logging.getLogger("moe_fast")
 MAKING = threading.RLock()  # within `Kernel.__getattr__`
 known_keys: dict[str, str] = {}  # `cache_key` of kernels in an earlier process, by `path`
-PTXAS = "TRITON_PTXAS_PATH"  # in the environment; without it Triton takes its own
+PTXAS = "TRITON_PTXAS_PATH"  # names the ptxas that Triton takes in place of its own
 assembler: list[str | None] = []  # of `keep_assembler`: at most one
 broken: set[str] = set()  # kernels, and uses of kernels, that could not run on this GPU
 
