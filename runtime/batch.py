@@ -18,7 +18,12 @@ import torch
 from runtime.logit_edits import ALL, Constraint
 from runtime.sampling import NOT_FINITE, NotFiniteError, Sampling
 from runtime.session import Session
-from runtime.session_prompts import PREPARED_CHUNKS, capture_next, common_prefix
+from runtime.session_prompts import (
+    LONGEST_WAIT,
+    PREPARED_CHUNKS,
+    capture_next,
+    common_prefix,
+)
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
@@ -204,13 +209,13 @@ class Batch:
     # Prompts ------------------------------------------------------------------------------------
 
     def prefill(self, step: Callable[[], None] = lambda: None) -> None:
-        """Run waiting prompts until SHARED_CHUNK tokens are done.
+        """Run waiting prompts until SHARED_CHUNK tokens are done, or graphs that take long.
 
-        step: calls `step`. It is called between layers of a prompt, so that the other sequences
-        do not wait for all of them.
+        step: calls `step`. It is called between layers of a prompt that no graph runs, so that the
+        other sequences do not wait for all of them.
         """
-        session, budget = self.session, SHARED_CHUNK
-        while budget > 0 and (self.prefilling or self.admit()):
+        session, budget, waited = self.session, SHARED_CHUNK, 0.0
+        while budget > 0 and waited < LONGEST_WAIT and (self.prefilling or self.admit()):
             if not self.prefilling:
                 continue
             sequence, chunks = self.prefilling
@@ -223,6 +228,7 @@ class Batch:
                 session.reset(row)
                 return
             budget -= session.cached[row] - done
+            waited += session.replayed
             if is_done:
                 self.prefilling = None
                 self.in_flight.append(self.expect_tokens({row: sequence}, session.first_tokens))
@@ -252,8 +258,14 @@ class Batch:
         row = sequence.row = self.take_row(sequence.ids)
         self.rows[row] = sequence
         chunk = session.prefill_chunk
-        chunk = min(chunk, SHARED_CHUNK) if others else chunk
-        session.edited = sequence.edited
+        session.watch, session.edited = sequence.watch, sequence.edited
+        if others:
+            chunk = min(chunk, SHARED_CHUNK)
+            new = len(sequence.ids) - common_prefix(session.ids[row], sequence.ids)
+            if new > STEPPED_PROMPT and (brief := session.brief_chunk(len(sequence.ids))):
+                chunk = min(chunk, brief)
+                self.swap(0, row)
+                row = 0
         chunks = session.start_row(row, sequence.ids, sequence.sampling, chunk)
         if sequence.constraint:
             sequence.constraint.mask(self.masks[row])

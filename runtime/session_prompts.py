@@ -3,8 +3,11 @@
 A prompt's prefix that a row has in its cache is not recomputed.
 """
 
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +36,9 @@ SHORT_MULTIPLE = 8
 # A chunk that one graph runs from any position on is padded to one of these. Experts do not compute
 # its padding.
 ANYWHERE_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
+# Others wait for a graph, which cannot be interrupted: beside them only those run that take no more
+# seconds, half of what a pause of an answer may be.
+LONGEST_WAIT = 0.025
 # Chunks of these sizes, and the longest, have the tiles of all others: 40 is no multiple of 16.
 PREPARED_CHUNKS = 40, 64, 128, 256, 512, 1024, 2048
 # A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
@@ -100,6 +106,8 @@ class Prompts(DecodeSteps):
         # Keys of graphs: those that `capture_next` captures, and all that were ever in there.
         self.left: deque[tuple] = deque((size, "anywhere", False) for size in ANYWHERE_CHUNKS)
         self.expected = {*self.left}
+        self.replay_seconds: dict[tuple, float] = {}  # of graphs captured by `capture_next`
+        self.replayed = 0.0  # seconds of the latest chunk's graph; 0: it had none of these
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
@@ -139,6 +147,7 @@ class Prompts(DecodeSteps):
         self.steps.clear()
         if self.captured:  # PyTorch forgets a pool when its last graph has gone
             self.pool = torch.cuda.graph_pool_handle()
+        self.replay_seconds.clear()
         if self.graphs is not None:
             self.graphs = GraphCache(self.device, captures_repeats=self.batch == 1)
 
@@ -267,15 +276,28 @@ class Prompts(DecodeSteps):
     def runs_anywhere(self, row: int, tokens: int, start: int) -> bool:
         """Whether one graph runs a row's chunk of this many tokens from any position on.
 
-        It runs in row 0, which a conversation has that runs alone, and cannot be interrupted. A
-        first turn has another, which takes in no pending tokens, and copies no ring: it runs
-        anywhere if that graph is there.
+        It runs in row 0, and cannot be interrupted: others must not wait long. A first turn has
+        another, which takes in no pending tokens, and copies no ring: it runs anywhere if that
+        graph is there.
         """
-        alone, end = row == 0 and self.between_layers is None, start + tokens
-        if not alone or end > self.cache_len or not self.captures(tokens):
+        waits, end = self.between_layers is None or self.is_brief(tokens), start + tokens
+        if row or not waits or end > self.cache_len or not self.captures(tokens):
             return False
         is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
         return is_later and self.prefill_runner.takes_positions(tokens, end)
+
+    def is_brief(self, size: int) -> bool:
+        """Whether a graph runs a chunk of this size while others wait."""
+        seconds = self.replay_seconds.get((size, "anywhere", self.watch), LONGEST_WAIT)
+        return seconds < LONGEST_WAIT
+
+    def brief_chunk(self, end: int) -> int:
+        """Return how many tokens at once graphs run for a prompt up to `end` while others wait.
+
+        0: none do. The prompt has to be in row 0.
+        """
+        size = max(itertools.takewhile(self.is_brief, ANYWHERE_CHUNKS), default=0)
+        return size if size and self.prefill_runner.takes_positions(size, end + size) else 0
 
     def padded(self, row: int, tokens: int, start: int) -> tuple[int, bool]:
         """Return how many tokens a chunk has with padding, so that few lengths are different.
@@ -300,7 +322,9 @@ class Prompts(DecodeSteps):
         since the host takes as long for a copy as the GPU for a few kernels.
         """
         runner, anywhere = self.prefill_runner, len(numbers) > 4 + Q
-        if self.between_layers:
+        key = Q, "anywhere" if anywhere else end, self.watch
+        self.replayed = self.replay_seconds.get(key, 0.0)
+        if self.between_layers and not anywhere:
             runner = InterruptedRunner(runner, self.between_layers)
 
         def run(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -311,11 +335,10 @@ class Prompts(DecodeSteps):
                 row, last, tokens = row.clone(), last.clone(), tokens.clone()
             return self.run_model(tokens, Chunk(row, end), last, runner)
 
-        # A capture takes longer than others may pause: beside them a prompt has none, and in a
-        # batch only those that run anywhere have one.
+        # A capture takes longer than others may pause: in a batch only chunks that run anywhere
+        # have one.
         if not self.captures(Q) or (self.batch > 1 and not anywhere):
             return run(send(numbers, self.device))
-        key = Q, "anywhere" if anywhere else end, self.watch
         return run_graph(self, key, run, numbers)
 
     def run_short_chunk(self, part: Sequence[int], last: int, start: int) -> tuple[Tensor, ...]:
@@ -406,20 +429,35 @@ def capture_next(session: Prompts) -> bool:
     size, end, session.watch = key = session.left.popleft()
     session.between_layers = None
     start = max(0, min(size, session.cache_len - size))  # as of a later turn
-    numbers = integers([0, 0, size - 1, 0, *[0] * size, *range(start, start + size)])
+    vocabulary = session.seen.shape[1]
+    tokens = [n % vocabulary for n in range(size)]  # one token would choose few experts
+    numbers = integers([0, 0, size - 1, 0, *tokens, *range(start, start + size)])
     try:
         if end is None:
             session.warm_up_short_chunk(size)
         elif session.runs_anywhere(0, size, start):
             session.graphs.expect(key)
             with session.keeping(0, start, start + size):
-                session.run_chunk(numbers, size, start + size)
+                run = partial(session.run_chunk, numbers, size, start + size)
+                run()  # captures it
+                if session.graphs.has(key):
+                    session.replay_seconds[key] = seconds_of(run, session.device)
             if session.graphs.is_full:
                 session.left.clear()
     except RuntimeError as error:  # no memory to run it
         session.left.clear()
         warn_of_capture("prompts", error)
     return bool(session.left)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, on its device, too."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    wait()
+    begun = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - begun
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -114,9 +114,20 @@ def test_a_step_that_fails_within_a_prompt_ends_all_sequences():
     assert run(batch, requests) == answers_alone("plain", requests)
 
 
+@pytest.fixture
+def replays_take(monkeypatch):
+    """Let each graph of a prompt take so many seconds."""
+
+    def set_seconds(seconds: float) -> None:
+        monkeypatch.setattr("runtime.session_prompts.seconds_of", lambda *_: seconds)
+
+    set_seconds(1.0)
+    return set_seconds
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_alone_take_graphs_of_all_positions(kind):
-    """As on a GPU, in row 0. Beside others, a prompt is interrupted and has none."""
+def test_prompts_alone_take_graphs_of_all_positions(kind, replays_take):
+    """As on a GPU, in row 0. Beside others, a prompt is interrupted: these graphs take too long."""
     requests = [([7 * n % 60 for n in range(k)], 4, GREEDY) for k in (10, 14, 30)]
     requests.append(([3 * n % 50 for n in range(40)], 4, GREEDY))  # another conversation
     session = make_session(kind, rows=3)
@@ -133,8 +144,36 @@ def test_prompts_alone_take_graphs_of_all_positions(kind):
     assert run(batch, requests[::-1], [0, 1, 2, 3]) == answers_alone(kind, requests[::-1])
 
 
+@pytest.mark.parametrize("seconds", (0.001, 0.02))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_captured_ahead_changes_no_row(kind):
+def test_prompts_beside_others_take_graphs_that_are_brief(kind, seconds, replays_take, monkeypatch):
+    """In row 0: the sequence that runs there moves. Longer ones run in chunks of such a graph."""
+    replays_take(seconds)
+    monkeypatch.setattr("runtime.session_prompts.ANYWHERE_CHUNKS", (16, 32, 64))
+    requests, arrivals = random_requests(15, 14)
+    session = make_session(kind, rows=5)
+    graphs, batch = as_if_captured(session), Batch(session, 3)
+    waits = []
+    monkeypatch.setattr(batch, "every_layers", lambda step: waits.append(step) or step)
+    while batch.prepare_next():
+        pass
+    graphs.keys.clear()
+    assert run(batch, requests, arrivals) == answers_alone(kind, requests)
+    assert {size for size, *_ in graphs.keys} == {16, 32, 64} and waits
+    session.replay_seconds[32, "anywhere", False] = 1.0  # two chunks of 16 in its place
+    graphs.keys.clear()
+    batch.start([5, 6, 7], 8, GREEDY)
+    batch.prefill()
+    batch.start([9 * n % 64 for n in range(40)], 1, GREEDY)
+    batch.prefill()
+    assert len(graphs.keys) == (3 if seconds == 0.001 else 2)  # then the others step
+    batch.step()
+    batch.prefill()
+    assert graphs.keys == [(16, "anywhere", False)] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_captured_ahead_changes_no_row(kind, replays_take):
     """Conversations go on in their rows, the first one among them; the last prompt ran beside."""
     requests, _ = random_requests(14, 4)
     session = make_session(kind, rows=3)
@@ -153,7 +192,7 @@ def test_a_prompt_captured_ahead_changes_no_row(kind):
     assert run(batch, turns) == answers_alone(kind, turns)
 
 
-def test_a_watched_prompt_is_captured_when_a_server_has_nothing_to_do():
+def test_a_watched_prompt_is_captured_when_a_server_has_nothing_to_do(replays_take):
     """No answer waits for a capture: the first prompts of a kind run without a graph."""
     session = make_session(rows=3)
     graphs, batch = as_if_captured(session), Batch(session)
