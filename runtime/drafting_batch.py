@@ -70,7 +70,8 @@ class DraftingBatch(Batch):
     def admit(self) -> bool:
         """`Batch.admit`. In a session of one row, the drafter knows a text before its prompt runs.
 
-        A head needs that. It is for one row. Rows may move, so that no pass may be in flight.
+        A head needs that. It is for one row. Rows may move, so that no pass may be in flight, and
+        a plain step's tokens are expected from the rows that it had.
         """
         if not may_admit(self):
             return False
@@ -78,17 +79,23 @@ class DraftingBatch(Batch):
         if begun and begun.is_pass:
             self.finish_pass()
         self.speculation.begun = None
+        self.expect_plain_step()
         if self.session.batch == 1 and not self.rows[0] and self.may_draft(first):
             self.begin_text(0, first.ids, first)
         return super().admit()
 
     def launch(self) -> Launched | None:
-        """`Batch.launch`. A pass may have left a plain step in flight: its tokens are expected."""
-        read, self.in_passes = self.speculation.release(), False
+        """`Batch.launch`. It is no pass."""
+        self.in_passes = False
+        self.expect_plain_step()
+        return super().launch()
+
+    def expect_plain_step(self) -> None:
+        """Expect the tokens of a plain step, if passes have left one in flight."""
+        read = self.speculation.release()
         running = {row: one for row, one in enumerate(self.passing) if one.row is not None}
         if read and running:
             self.in_flight.append(self.expect_tokens(running, read))
-        return super().launch()
 
     def may_draft(self, sequence: Running) -> bool:
         """Return whether a sequence may have drafts. Verification has no edits and no details."""

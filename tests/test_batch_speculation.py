@@ -10,6 +10,7 @@ from conftest import FAMILIES
 from test_auto_speculation import AnyNumber
 from test_batch import GREEDY, SAMPLINGS, answers_alone, make_session, random_requests, run
 from test_sequence_state import KINDS
+from test_session import as_if_captured
 from test_speculate import chi_square, exact_answers, small_model
 
 from generate import load_model
@@ -18,6 +19,7 @@ from runtime.drafting_batch import DraftingBatch
 from runtime.loading import load_head
 from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
+from runtime.session_prompts import capture_next
 from runtime.speculation import Speculation, capture_between_answers
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -122,6 +124,27 @@ def test_neighbors_come_and_go_between_passes(kind, seed, overlaps):
     batch = open_batch(session, texts, 3, overlaps, seed)
     assert run(batch, with_drafts(requests), arrivals) == expected
     assert min(batch.speculation.control.seen[name] for name in OUTCOMES) > 0
+
+
+@pytest.mark.parametrize("overlaps", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbors_prompts_take_graphs_between_passes(kind, overlaps, monkeypatch):
+    """As on a GPU, where graphs are brief: the sequence that has passes leaves row 0."""
+    monkeypatch.setattr("runtime.session_prompts.seconds_of", lambda *_: 0.001)
+    monkeypatch.setattr("runtime.session_prompts.ANYWHERE_CHUNKS", (16, 32, 64))
+    requests, arrivals = random_requests(7, 14)
+    requests = [(ids, 2 * count, GREEDY) for ids, count, _ in requests]
+    expected = answers_alone(kind, requests)
+    texts = [ids + answer for (ids, *_), answer in zip(requests, expected, strict=True)]
+    session = make_session(kind, rows=5)
+    batch = open_batch(session, texts, 3, overlaps)
+    graphs = as_if_captured(session)
+    while capture_next(session):
+        pass
+    graphs.keys.clear()
+    assert run(batch, with_drafts(requests), [4 * step for step in arrivals]) == expected
+    seen = batch.speculation.control.seen
+    assert len(graphs.keys) > 5 and seen["left"] and seen["all"] + seen["some"]
 
 
 def run_until(batch: DraftingBatch, requests: list[tuple], arrivals: list[int], ends: list[int]):
