@@ -745,6 +745,37 @@ def test_prompts_captured_ahead_leave_a_conversation(arch):
     assert all(session.graphs.has(key) for key in ((256, "anywhere", True), (8, None, True)))
 
 
+@pytest.mark.parametrize("arch", ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B", "gpt-oss-20b"))
+def test_a_prompt_beside_others_leaves_the_memory_of_one_alone(arch):
+    """It replays the same graph in row 0, and the answer that ran there goes on in row 1."""
+    args, greedy = first_layers(architecture(arch), 4), Sampling(temperature=0)
+    model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
+    options = SessionOptions(batch=2, compile=True, runner_class=FusedRunner)
+    session = Session(model, 2048, options)
+    batch, prompts = Batch(session), [random_prompt(args, length) for length in (20, 700)]
+    batch.prepare()
+    while batch.prepare_next():
+        pass
+    session.replay_seconds.update(dict.fromkeys(session.replay_seconds, 0.001))
+    session.replay_seconds[1024, "anywhere", False] = 1.0  # others wait for 768 tokens at most
+    kept = []
+    for beside in (False, True):
+        session.reset()
+        batch.forget()
+        first = batch.start(prompts[0], 40, greedy) if beside else None
+        for _ in range(4 * beside):
+            batch.prefill()
+            batch.step()
+        batch.start(prompts[1], 1, greedy)
+        batch.prefill()
+        assert session.replayed and (first is None or first.row == 1)
+        views = session.memory.views[0]
+        kept.append([view[..., :700, :].clone() for view in views if view.shape[-2] >= 700])
+        found = [token for _ in range(60) if batch.count for token in batch.step()]
+    assert kept[0] and all(map(torch.equal, *kept))
+    assert not any(token.error for token in found)
+
+
 @pytest.mark.parametrize("name", ("mixtral", "qwen3_5_moe", "glm4_moe_lite"))
 def test_short_prompts_replay_one_graph(name, make_family):
     """Of any length, from any position."""
