@@ -116,7 +116,7 @@ def test_a_step_that_fails_within_a_prompt_ends_all_sequences():
 
 @pytest.fixture
 def replays_take(monkeypatch):
-    """Let each graph of a prompt take so many seconds."""
+    """Return what sets the seconds that a replay takes, 1 until then."""
 
     def set_seconds(seconds: float) -> None:
         monkeypatch.setattr("runtime.session_prompts.seconds_of", lambda *_: seconds)
