@@ -752,7 +752,7 @@ def test_a_prompt_beside_others_leaves_the_memory_of_one_alone(arch):
     model = load_model(RandomWeights(args, number_format("int4", args)), "cuda")
     options = SessionOptions(batch=2, compile=True, runner_class=FusedRunner)
     session = Session(model, 2048, options)
-    batch, prompts = Batch(session), [random_prompt(args, length) for length in (20, 700)]
+    batch, prompts = Batch(session), [random_prompt(args, n, seed=n) for n in (20, 700)]
     batch.prepare()
     while batch.prepare_next():
         pass
