@@ -21,6 +21,7 @@ from runtime.session import Session
 from runtime.session_prompts import (
     LONGEST_WAIT,
     PREPARED_CHUNKS,
+    brief_chunk,
     capture_next,
     common_prefix,
 )
@@ -262,7 +263,7 @@ class Batch:
         if others:
             chunk = min(chunk, SHARED_CHUNK)
             new = len(sequence.ids) - common_prefix(session.ids[row], sequence.ids)
-            if new > STEPPED_PROMPT and (brief := session.brief_chunk(len(sequence.ids))):
+            if new > STEPPED_PROMPT and (brief := brief_chunk(session, len(sequence.ids))):
                 chunk = min(chunk, brief)
                 self.swap(0, row)
                 row = 0

@@ -280,24 +280,11 @@ class Prompts(DecodeSteps):
         another, which takes in no pending tokens, and copies no ring: it runs anywhere if that
         graph is there.
         """
-        waits, end = self.between_layers is None or self.is_brief(tokens), start + tokens
+        waits, end = self.between_layers is None or is_brief(self, tokens), start + tokens
         if row or not waits or end > self.cache_len or not self.captures(tokens):
             return False
         is_later = start > 0 or self.graphs.has((tokens, "anywhere", self.watch))
         return is_later and self.prefill_runner.takes_positions(tokens, end)
-
-    def is_brief(self, size: int) -> bool:
-        """Whether a graph runs a chunk of this size while others wait."""
-        seconds = self.replay_seconds.get((size, "anywhere", self.watch), LONGEST_WAIT)
-        return seconds < LONGEST_WAIT
-
-    def brief_chunk(self, end: int) -> int:
-        """Return how many tokens at once graphs run for a prompt up to `end` while others wait.
-
-        0: none do. The prompt has to be in row 0.
-        """
-        size = max(itertools.takewhile(self.is_brief, ANYWHERE_CHUNKS), default=0)
-        return size if size and self.prefill_runner.takes_positions(size, end + size) else 0
 
     def padded(self, row: int, tokens: int, start: int) -> tuple[int, bool]:
         """Return how many tokens a chunk has with padding, so that few lengths are different.
@@ -405,6 +392,22 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
         for begin in range(0, 0 if session.is_short(0, length) else length, size):
             tokens, anywhere = session.padded(0, min(size, length - begin), begin)
             yield tokens, begin + tokens, anywhere
+
+
+def is_brief(session: Prompts, size: int) -> bool:
+    """Whether a graph runs a chunk of this size while others wait."""
+    key = size, "anywhere", session.watch
+    return session.replay_seconds.get(key, LONGEST_WAIT) < LONGEST_WAIT
+
+
+def brief_chunk(session: Prompts, end: int) -> int:
+    """Return how many tokens at once graphs run for a prompt up to `end` while others wait.
+
+    0: none do. The prompt has to be in row 0.
+    """
+    brief = itertools.takewhile(partial(is_brief, session), ANYWHERE_CHUNKS)
+    size = max(brief, default=0)
+    return size if size and session.prefill_runner.takes_positions(size, end + size) else 0
 
 
 def run_graph(session: Prompts, key: tuple, run: Callable, numbers: Tensor) -> tuple[Tensor, ...]:
