@@ -258,9 +258,12 @@ def choose_prompt_tile(
         if rows == 16:
             limit = None if kind == "iq4" else 168  # three programs at once; iq4 would spill
             return PromptTile(32, 128, 128, 4, tail=16, registers=limit)
-        if rows > 32:  # two programs at once
-            tail = 64 if rows == 64 else 32
-            return PromptTile(128, 128, 128, 8, stages=2, tail=tail, registers=128)
+        if rows == 64:  # two programs at once
+            return PromptTile(128, 128, 128, 8, stages=2, tail=64, registers=128)
+    if bits == 4 and rows > 64 and kind in (*GGUF, "nvfp4", "hqq"):
+        # Decoding binds: the last rows share it. Two programs at once.
+        options = dict(tail=16 if kind in ("q4_k", "q5_k") else 32, registers=128, merged=True)
+        return PromptTile(128, 128, 128, 8, stages=2, **options)
     if bits == 4:
         if rows == 16:
             # mxfp4 would spill in fp16.
