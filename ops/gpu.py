@@ -27,6 +27,9 @@ class Gpu(NamedTuple):
     # `F.grouped_mm` has a kernel for bf16. Elsewhere it loops over the experts, and reads on the
     # host where their rows end, which a CUDA graph cannot contain.
     has_grouped_mm = property(lambda s: s.capability[0] in (9, 10))
+    # SDPA takes cuDNN's attention, which plans for 50 ms for each new shape, and FlashAttention 2
+    # for what cuDNN does not compute, which was not written for this GPU.
+    has_slow_sdpa = property(lambda s: s.capability == (9, 0))
 
     def __str__(self) -> str:
         major, minor = self.capability

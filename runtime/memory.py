@@ -13,8 +13,9 @@ from runtime.sequence_state import SequenceState
 from runtime.snapshots import snapshots_kept
 
 PREFILL_CHUNK = 2048  # prompt tokens in one call, for which memory is planned
-# Tokens in one call where memory is free: each expert gets more rows, whose tiles are fuller.
-LONG_CHUNKS = 8192, 4096
+# Tokens in one call where memory is free: each expert gets more rows, whose tiles are fuller, and
+# SDPA has a faster kernel for a chunk that begins a prompt than for a later one.
+LONG_CHUNKS = 16384, 8192, 4096
 # These may take a quarter of it: a graph keeps its own activations, and recurrent layers have more.
 CHUNK_SPARE = 4
 KEPT = 4  # conversations that stay cached, at least

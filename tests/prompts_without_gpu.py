@@ -159,7 +159,7 @@ def product_error(format: str, tile: PromptTile, activation: Activation | None =
     format: "plain", or the name of one. activation: of the outputs with a bias, its results in
     another order.
     """
-    sizes, out, width, active = (5, 0, 30), 200, 512, 2
+    sizes, out, width, active = (5, 0, 41), 200, 512, 2
     ends, pairs = torch.tensor(sizes).cumsum(0).int(), torch.randperm(sum(sizes))
     x = torch.randn(sum(sizes), width).half()
     weight = torch.randn(len(sizes), out, width) / width**0.5

@@ -50,6 +50,7 @@ from offload.experts import COUNTERS, expert_counters, offloaded_layers
 from offload.plan import OffloadSettings
 from ops import launch as jit
 from ops.attention.delta_prompt import launch_delta_chunk, launch_ssm_chunk
+from ops.attention.prompts import attend_prompt
 from ops.declared import SWIGLU
 from ops.inductor import configure_inductor
 from ops.inductor_tuning import gpu_ms
@@ -1530,6 +1531,18 @@ def check_recurrent_prompt(form, step, inputs, weights, state):
         for got, wanted in zip(found, (torch.stack(want, 1), after), strict=True):
             most = 1e-2 if inputs[0].dtype == torch.bfloat16 else 5e-5
             assert delta_benchmark.difference(got, wanted) < most
+
+
+@pytest.mark.parametrize(
+    ("Q", "S", "width"),
+    ((2048, 7048, 128), (1024, 4096, 256), (700, 700, 64), (3000, 3001, 128), (520, 1500, 32)),
+)
+def test_attention_of_a_long_chunk(Q, S, width):
+    """By our kernel against fp32 of the plain form. Keys of other positions follow in the cache."""
+    q = torch.randn(Q, 8, width, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, S + 7, width, device="cuda", dtype=torch.bfloat16)[:, :, :S].unbind()
+    want = attend_chunk(q.float(), k.float(), v.float(), None, None)
+    assert delta_benchmark.difference(attend_prompt(q, k, v, None, None), want) < 6e-3
 
 
 @pytest.mark.parametrize("width", (128, 192, 256))

@@ -16,6 +16,7 @@ from models import ARCHITECTURES, build_model
 from models.random_weights import first_layers, number_format
 from ops import gpu
 from ops import launch as jit
+from ops.attention.prompts import attends_prompt
 from ops.gpu import KNOWN, OTHER_MAKER, gpu_of
 from ops.launch import KernelError, fit, gpu_has_pdl, try_kernels
 from ops.products import prompt
@@ -139,6 +140,28 @@ def test_the_faster_product_of_plain_weights_is_chosen(become, weight, rows, fus
     become(KNOWN["sm_90"])
     experts = on_gpu(1, 1, 1).expand(weight)
     assert prompt.prefers_kernel(on_gpu(1), rows * weight[0], experts, fused) == kernel
+
+
+@pytest.mark.parametrize(
+    ("Q", "S", "C", "window", "dtype", "hopper", "others"),
+    (
+        (200, 200, 128, None, torch.bfloat16, True, True),  # short
+        (2048, 2048, 128, 128, torch.bfloat16, True, True),
+        (2048, 2048, 128, None, torch.bfloat16, False, False),  # a length that comes again
+        (2048, 4096, 128, None, torch.bfloat16, True, False),
+        (200, 4096, 128, None, torch.bfloat16, True, False),
+        (200, 4096, 256, None, torch.bfloat16, False, False),
+        (3000, 3000, 256, None, torch.float16, True, False),
+        (3000, 3000, 256, None, torch.float32, False, False),
+        (9000, 9000, 128, None, torch.bfloat16, False, False),
+        (9000, 9000, 80, 128, torch.bfloat16, False, False),
+    ),
+)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_chunks_attention_is_chosen(become, name, Q, S, C, window, dtype, hopper, others):
+    become(KNOWN[name])
+    q = on_gpu(1, dtype=dtype).expand(Q, 4, C)
+    assert attends_prompt(q, S, window, None) == (hopper if name == "sm_90" else others)
 
 
 # Kernels that cannot run --------------------------------------------------------------------------

@@ -226,20 +226,22 @@ def test_latent_attention_compiles_for_an_h200(name):
 def check_machine_code(found: dict) -> None:
     """Tensor cores, with weights from registers, which nothing overwrites meanwhile; no spills.
 
-    With many rows of GGUF's 4 to 6 bits a few registers spill, so that two programs share a
-    multiprocessor: that is faster.
+    With many rows of GGUF's 4 to 6 bits, NVFP4 and HQQ's 4 bits some registers spill, so that two
+    programs share a multiprocessor: that is faster.
     """
     for case, counts in found.items():
         assert counts["bytes"] and counts["shared"] <= 227 << 10 and not counts["overwritten"], case
         if "float32" not in case:
             assert counts["products"], case
             format = case.partition(",")[0]
-            limited = "300 rows" in case and format.startswith(("iq4", "q4_", "q5_", "q6_"))
-            assert counts["spills"] <= (32 if limited else 0), case
+            kind = FORMATS[format.split()[0]].kind
+            limited = "300 rows" in case and kind in ("iq4", "q4_k", "q5_k", "q6_k", "nvfp4", "hqq")
+            assert counts["spills"] <= (80 if limited else 0), case
             assert counts["from_shared_memory"] == 0, case
             if "300 rows" in case:
                 # 4 bits have a smaller tile for an expert's last rows.
                 rows = [256] if format.startswith(("hqq2", "hqq3")) else [32, 128]
+                rows[0] = 16 if kind in ("q4_k", "q5_k") else rows[0]
                 assert counts["columns"] == ([128] if "8" in format else rows), case
 
 

@@ -123,7 +123,7 @@ class FakeCUDA:
         self.type, self.index = "cuda", None
 
 
-@pytest.mark.parametrize(("free", "tokens"), ((1, 2048), (3, 4096), (6, 8192)))
+@pytest.mark.parametrize(("free", "tokens"), ((1, 2048), (3, 4096), (6, 8192), (12, 16384)))
 def test_chunks_of_prompts_are_as_long_as_memory_allows(free, tokens):
     """8,192 tokens of Qwen3-30B-A3B have 1.4 GB of activations, a quarter of what must be free."""
     assert choose_chunk(architecture("Qwen3-30B-A3B"), torch.bfloat16, free * GB) == tokens

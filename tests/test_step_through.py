@@ -233,6 +233,9 @@ def test_pairs_are_combined_where_they_are_added(shared):
     (
         ("int4", PromptTile(64, 64, 128, 4, near=2), None),  # half of a word of scales a step
         ("int4", PromptTile(16, 64, 256, 4), None),  # whole words
+        # 41 rows: 32 and 9 more, and others that have one tile, or none.
+        ("int4", PromptTile(32, 64, 128, 4, tail=16, merged=True), SWIGLU),
+        ("q4_k", PromptTile(16, 64, 128, 4, tail=16, merged=True), None),  # too few to merge
         ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
         ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
         ("q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU),

@@ -2,7 +2,7 @@
 
     prepare_heads     norm, clip and RoPE of queries, keys and values, and cache append: what
                       `attend_kernel` does for up to 64 tokens, as a part of their attention
-    _attend_prompt    attention with a sliding window or sinks
+    _attend_prompt    attention with a sliding window or sinks; on Hopper GPUs most other, too
 
 SDPA takes a mask of all positions for a window, and longer heads for sinks. `_attend_prompt` reads
 the blocks of keys that some query sees, and begins the softmax with the sink.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ops.attention.gqa import AttentionSettings, HeadWeights, decode_settings
 from ops.attention.heads import inverse_rms, load_head, load_head_norm, load_rotation, load_value
+from ops.gpu import gpu_of
 from ops.launch import check_shapes, fit, jit, launch, tl
 from ops.sizes import cdiv
 
@@ -28,6 +29,7 @@ HEAD_DIMS = 16, 32, 64, 128, 256
 TILES = (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)
 # Positions that a short prompt sees at most. SDPA has a kernel and a pause of 6 us beside its own.
 SHORT = 512
+LONG = 8192  # tokens of a chunk: only a prompt alone has such
 
 
 class Places(NamedTuple):
@@ -177,7 +179,7 @@ def _attend_keys(state, q, kv, row, first, begin, end, MASKED: tl.constexpr, s: 
         inside = (key < end)[:, None] if MASKED else None
         place = key[:, None].to(tl.int64) * stride + c[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0 if MASKED else None)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * s.scale
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if MASKED:
             distance = row[:, None] - key[None, :]
             seen = distance >= 0
@@ -188,8 +190,8 @@ def _attend_keys(state, q, kv, row, first, begin, end, MASKED: tl.constexpr, s: 
             # Not -inf: rows that see none of these keys would be NaN. Their own key, which comes
             # later, makes what they add here 0.
             scores = tl.where(seen, scores, -1e30)
-        new = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new[:, None])
+        new = tl.maximum(largest, tl.max(scores, 1) * s.scale)
+        weights = tl.exp2(scores * s.scale - new[:, None])  # one fma
         shrink = tl.exp2(largest - new)
         total = total * shrink + tl.sum(weights, 1)
         values = tl.load(v + place, mask=inside, other=0.0 if MASKED else None)
@@ -237,10 +239,17 @@ def _attend_prompt(q, k, v, sinks, y, begin, Q, S, k_stride, stride, s: tl.const
 def attends_prompt(q: Tensor, S: int, window: int | None, sinks: Tensor | None) -> bool:
     """Whether `attend_prompt` is for these queries [Q, H, C] and S positions.
 
-    SDPA is for more positions without a window and sinks.
+    SDPA is for more positions without a window and sinks, but on Hopper GPUs neither for most later
+    chunks, for which it takes 1.4 to 2 times as long, nor for one that begins a prompt and has a
+    new length: cuDNN plans for 50 ms, in which other answers wait. Lengths that come again are
+    powers of two. In LONG chunks, beside which nothing runs, cuDNN gains more than a plan takes.
     """
-    is_own = window is not None or sinks is not None or S <= SHORT
-    return is_own and q.shape[-1] in HEAD_DIMS
+    (Q, _, C), is_own = q.shape, window is not None or sinks is not None or S <= SHORT
+    if not is_own and q.element_size() == 2 and gpu_of(q.device).has_slow_sdpa:
+        is_later = Q < S
+        is_new_length = Q < LONG and Q & (Q - 1) > 0
+        is_own = (Q > SHORT or C < 256) if is_later else is_new_length
+    return is_own and C in HEAD_DIMS
 
 
 def attend_prompt(

@@ -69,18 +69,31 @@ def _find_rows(tile, group_ends, N, s: tl.constexpr):
 
     Expert e has the tiles from starts[e] // BM + e on, as many as its rows may need: the next
     expert's begin at ends[e] // BM + e + 1. So a comparison with all ends finds the expert. Up to
-    one tile an expert has no rows.
+    one tile an expert has no rows. With s.merged, a last tile has none if the tile before computes
+    them.
     """
-    if group_ends is None:
-        return tl.full([], 0, tl.int32), tile * s.tile.rows, N
-    else:
+    expert, start, end = tl.full([], 0, tl.int32), 0, N
+    if group_ends is not None:
         experts = tl.arange(0, s.experts_pow2)
         ends = tl.load(group_ends + experts, mask=experts < s.E, other=0)
         before = (ends // s.tile.rows + experts < tile) & (experts < s.E)
         expert = tl.sum(before.to(tl.int32))
         start = tl.load(group_ends + expert - 1, mask=expert > 0, other=0)
         end = tl.load(group_ends + expert, mask=expert < s.E, other=0)
-        return expert, start + (tile - start // s.tile.rows - expert) * s.tile.rows, end
+    first = start + (tile - start // s.tile.rows - expert) * s.tile.rows
+    if s.merged:
+        end = tl.where((first > start) & (end - first <= s.tile.tail), first, end)
+    return expert, first, end
+
+
+@jit
+def _find_x(pairs, first, end, COUNT: tl.constexpr, s: tl.constexpr):
+    """Return COUNT rows of results, whether these are before `end`, and their rows of x."""
+    rows = first + tl.arange(0, COUNT)[:, None]
+    present, x_rows = rows < end, rows.to(tl.int64)
+    if pairs is not None:
+        x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
+    return rows, present, x_rows
 
 
 @jit
@@ -134,15 +147,19 @@ def _store_tile(y, sums, weights, bias, n, at, s: tl.constexpr, DTYPE: tl.conste
 
 
 @jit
-def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.constexpr):
-    """Compute a tile of BM rows of x from `first` on, of which those before `end` are present."""
+def _compute_tile(
+    tensors, expert, first, end, block, BM: tl.constexpr, MORE: tl.constexpr, s: tl.constexpr
+):
+    """Compute a tile of BM rows of x from `first` on, of which those before `end` are present.
+
+    MORE: as many rows after these are multiplied by the same decoded weights.
+    """
     x, y, weights, pairs, columns, bias = tensors
     DTYPE: tl.constexpr = x.dtype.element_ty
-    rows = first + tl.arange(0, BM)[:, None]
-    present = rows < end
-    x_rows = rows.to(tl.int64)
-    if pairs is not None:
-        x_rows = tl.load(pairs + rows, mask=present, other=0).to(tl.int64) // s.active
+    rows, present, x_rows = _find_x(pairs, first, end, BM, s)
+    if MORE:
+        more_rows, more_present, more_x = _find_x(pairs, first + BM, end, MORE, s)
+        more_sums = tl.zeros([s.tile.outputs, MORE], tl.float32)
     results, outputs = _find_outputs(block, columns, s)
     n = expert.to(tl.int64) * s.out + outputs
     weight_rows = n[:, None]
@@ -160,12 +177,11 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
         unit = start // s.fields + tl.arange(0, s.tile.numbers // s.fields)[None, :]
         inside = unit < s.width // s.fields if s.width % s.tile.numbers else None
         if s.packed:
-            at = (weight_rows, scale_rows, unit)
             own = factors
             if s.step_scaled and AHEAD < 2:
                 scales = load_words(weights, weight_rows, start, s) if s.in_words else fetched
                 own = scale_factors(scales, weights, weight_rows, s, DTYPE)
-            numbers = load_numbers(weights, own, at, inside, start, s)
+            numbers = load_numbers(weights, own, (weight_rows, scale_rows, unit), inside, start, s)
             if s.step_scaled and AHEAD == 2:
                 factors = scale_factors(fetched, weights, weight_rows, s, DTYPE)
             if s.step_scaled and AHEAD > 0:
@@ -179,6 +195,9 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
                 a = _load_rows(x, x_rows, present, k, inside, s)
                 b = weight_field(numbers, field, s, DTYPE)
                 sums = tl.dot(b, tl.trans(a), sums, input_precision="ieee")
+                if MORE:
+                    a = _load_rows(x, more_x, more_present, k, inside, s)
+                    more_sums = tl.dot(b, tl.trans(a), more_sums, input_precision="ieee")
         else:
             a = _load_rows(x, x_rows, present, unit, inside, s)
             # x has zeros outside, but zero times NaN is NaN.
@@ -186,6 +205,8 @@ def _compute_tile(tensors, expert, first, end, block, BM: tl.constexpr, s: tl.co
             b = tl.load(weights.codes + weight_rows * s.width + unit, mask=inside, other=other)
             sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
     _store_tile(y, sums, weights, bias, n, (rows, present, results), s, DTYPE)
+    if MORE:
+        _store_tile(y, more_sums, weights, bias, n, (more_rows, more_present, results), s, DTYPE)
 
 
 # Grid [blocks, T, out / BN / blocks]: a program computes one tile, of BM rows of x of an expert and
@@ -198,13 +219,20 @@ def _grouped(x, y, group_ends, weights, pairs, columns, bias, N, s: tl.constexpr
     expert, first, end = _find_rows(tile, group_ends, N, s)
     if first < end and block * s.block < s.results:
         tensors = (x, y, weights, pairs, columns, bias)
-        if s.tile.tail < s.tile.rows:
-            if end - first <= s.tile.tail:
-                _compute_tile(tensors, expert, first, end, block, s.tile.tail, s)
+        BM: tl.constexpr = s.tile.rows
+        TAIL: tl.constexpr = s.tile.tail
+        if TAIL < BM:
+            if end - first <= TAIL:
+                _compute_tile(tensors, expert, first, end, block, TAIL, 0, s)
+            elif s.merged:
+                if (end - first > BM) & (end - first <= BM + TAIL):
+                    _compute_tile(tensors, expert, first, end, block, BM, TAIL, s)
+                else:
+                    _compute_tile(tensors, expert, first, end, block, BM, 0, s)
             else:
-                _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
+                _compute_tile(tensors, expert, first, end, block, BM, 0, s)
         else:
-            _compute_tile(tensors, expert, first, end, block, s.tile.rows, s)
+            _compute_tile(tensors, expert, first, end, block, BM, 0, s)
 
 
 def word_scale_bits(tensors: WeightTensors, kind: str, width: int, group: int) -> int:
@@ -230,9 +258,12 @@ def choose_prompt_tile(
         if rows == 16:
             limit = None if kind == "iq4" else 168  # three programs at once; iq4 would spill
             return PromptTile(32, 128, 128, 4, tail=16, registers=limit)
-        if rows > 32:  # two programs at once
-            tail = 64 if rows == 64 else 32
-            return PromptTile(128, 128, 128, 8, stages=2, tail=tail, registers=128)
+        if rows == 64:  # two programs at once
+            return PromptTile(128, 128, 128, 8, stages=2, tail=64, registers=128)
+    if bits == 4 and rows > 64 and kind in (*GGUF, "nvfp4", "hqq"):
+        # Decoding binds: the last rows share it. Two programs at once.
+        options = dict(tail=16 if kind in ("q4_k", "q5_k") else 32, registers=128, merged=True)
+        return PromptTile(128, 128, 128, 8, stages=2, **options)
     if bits == 4:
         if rows == 16:
             # mxfp4 would spill in fp16.

@@ -52,6 +52,9 @@ class PromptTile:
     near: int = 16  # blocks of outputs that run before the next rows of x
     tail: int = 1 << 20  # rows of an expert's last tile if they are enough for it
     registers: int | None = None  # most of a lane; None: the compiler's choice
+    # An expert's last rows, at most `tail`, are a part of the tile before, if weights are packed:
+    # they are decoded once for both.
+    merged: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class PromptSettings(Codes):
     # Bits of a code in a plane of their own.
     bits_above = property(lambda s: {"q5_k": 1, "q6_k": 2, "hqq3": 1}.get(s.kind, 0))
     experts_pow2 = property(lambda s: pow2(s.E))
+    merged = property(lambda s: s.tile.merged and s.tile.tail < s.tile.rows and s.packed)
 
     # mxfp4: an int16 has the scales of two groups, if a row has an even number of them.
     paired = property(lambda s: s.kind == "mxfp4" and s.width // s.group % 2 == 0)
