@@ -9,9 +9,9 @@ What a module does once it is imported stays as it is, and nothing here is neces
   all. They find the code in the compile cache now.
 - `inspect.getmodule` compares a frame with the files of all modules, at each definition of an
   operator. A frame knows its module.
-- torch's Python kernels for the meta device take a fifth of `import torch`. They are imported with
-  torch's decompositions, which the compiler needs. What is computed on the meta device without it
-  has kernels of C++, or imports `torch._decomp` before.
+- torch's Python kernels for the meta device take a fifth of `import torch`. They are imported when
+  the compiler is, or by `models.import_meta_kernels`: arithmetic on that device needs them,
+  but models and caches do not.
 """
 
 import argparse
@@ -115,8 +115,10 @@ class LateKernels(MetaPathFinder, Loader):
             importlib.import_module(KERNELS)
         if name not in sys.modules:
             return None
-        self.spec = sys.modules[name].__spec__
-        return ModuleSpec(name, self)
+        # Python loads a module that a finder has imported again, by its spec: here by this one.
+        self.spec, spec = sys.modules[name].__spec__, ModuleSpec(name, self)
+        sys.modules[name].__spec__ = spec
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return sys.modules.get(spec.name)  # of `NEED_KERNELS`: the kernels have imported it

@@ -104,6 +104,7 @@ HIDDEN_IMPORTS = {
         "a thread imports it while torch is imported; it may be missing",
     ),
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
+    "models/__init__.py": ({"torch._decomp"}, "it takes 0.3 s; few commands need it"),
     "gguf_files/views.py": ({"gguf"}, "it takes 0.03 s; few files have types that need it"),
     "ops/inductor.py": (
         {
