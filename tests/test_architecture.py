@@ -100,7 +100,7 @@ SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
     "host/before_imports.py": (
-        {"triton.runtime.cache"},
+        {"triton.runtime"},
         "a thread imports it while torch is imported; it may be missing",
     ),
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
