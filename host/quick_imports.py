@@ -1,9 +1,9 @@
-"""Imports of torch and of this project with a quarter less work.
+"""Imports of torch and of this project with a third less work.
 
     quicken     from now on
     finish      as ever from now on
 
-What a module does once it is imported stays as it is, and nothing here is necessary:
+A module does the same as ever once it is imported, and nothing here is necessary:
 
 - `dataclasses` and `collections.namedtuple` compile a class's methods from text, 1,200 texts in
   all. They find the code in the compile cache now.
@@ -101,7 +101,7 @@ class LateKernels(MetaPathFinder, Loader):
 
     def __init__(self):
         self.is_postponed = False
-        self.spec: ModuleSpec | None = None  # of the module that the kernels have imported
+        self.spec: ModuleSpec | None = None  # a module's that the kernels have imported
 
     def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:
         if name == KERNELS:
