@@ -46,11 +46,13 @@ from host.before_imports import create_context, hash_ahead, keep_bytecode
 from host.compile_cache import use_compile_cache
 from host.compile_helper import start_before_imports
 from host.folders import model_folder, user_cache
+from host.quick_imports import quicken
 from host.staging import remove
 from hub.manage import manage, manage_and_exit, read_model_ahead
 
 if __name__ == "__main__":
-    early = keep_bytecode, start_before_imports, create_context, hash_ahead, read_model_ahead
+    first = keep_bytecode, start_before_imports, create_context, quicken
+    early = *first, hash_ahead, read_model_ahead
     check_arguments(build_parser, check_options, manage_and_exit, *early)
 
 import torch

@@ -25,10 +25,12 @@ from cli.serve_options import build_parser, check_options, default_batch
 from cli.startup import check_arguments
 from host.before_imports import create_context, hash_ahead, keep_bytecode
 from host.compile_helper import start_before_imports
+from host.quick_imports import quicken
 from hub.manage import read_model_ahead
 
 if __name__ == "__main__":
-    early = keep_bytecode, start_before_imports, create_context, hash_ahead, read_model_ahead
+    first = keep_bytecode, start_before_imports, create_context, quicken
+    early = *first, hash_ahead, read_model_ahead
     check_arguments(build_parser, check_options, *early)
 
 import torch

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from host import quick_imports
+
 USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
 MAX_MESSAGE = 500  # characters
 OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
@@ -76,6 +78,7 @@ def command(
                 gc.freeze()
                 atexit.register(gc.unfreeze)  # libraries report what is left at the end
                 gc.enable()
+                quick_imports.finish()
             try:
                 open_standard_streams()
                 with termination_raises():

@@ -15,6 +15,7 @@ from torch import Tensor
 from formats import FORMATS
 from gguf_files.container import PLAIN_TYPES, GGUFFile
 from gguf_files.conversions import ROUNDED, as_blocks_of, format_for
+from models import import_meta_kernels
 from models.gguf import Made, MadeTable
 
 
@@ -248,6 +249,7 @@ def made_shape(made: Made, shapes: list[tuple[int, ...]], part: slice | None) ->
 
     Raises RuntimeError, or IndexError.
     """
+    import_meta_kernels()
     empty = [torch.empty(shape, device="meta") for shape in shapes]
     if made.rows and len(shapes) > 1:
         empty = [torch.cat([t.flatten(0, -2) for t in empty])]

@@ -2,7 +2,7 @@
 
     keep_bytecode     let Python keep what it compiles of torch's sources
     create_context    start CUDA
-    hash_ahead        let Triton hash its compiler
+    hash_ahead        let Triton know the hash of its compiler
     load_libraries    load torch's libraries
     read_ahead        read a model's files into the page cache
 
@@ -13,6 +13,7 @@ fails here is done later, and an error is reported there.
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import sys
 import threading
@@ -22,10 +23,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from host.compile_cache import own_folder, prepare
-from host.compile_helper import may_have_gpu
+from host.compile_helper import may_have_gpu, triton_folder
+from host.files import replace_text, stamp
 from host.free_memory import free_host_memory
 
 PIECE = 64 << 20  # bytes; a process that ends waits for the piece that is being read
+HASH_FILE = "compiler_hash.json"
+# What Triton hashes, in its package: its code generator's sources, and the compiler.
+HASHED = "compiler/**/*.py", "backends/**/*.py", "language/**/*.py", "runtime/*.py", "_C/*.so"
 WITHOUT_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 hashing: list[threading.Thread] = []  # at most one
 
@@ -83,28 +88,43 @@ def retain_context() -> None:
 
 def hash_ahead(options: argparse.Namespace) -> None:
     if may_have_gpu(options) and not options.dry_run:
-        start_hashing()
+        start_hashing(triton_folder(options.compile_cache))
 
 
-def start_hashing() -> None:
-    """Let Triton hash its compiler in a thread: a part of all keys of its cache.
+def start_hashing(folder: Path) -> None:
+    """Let a thread give Triton the hash of its compiler: a part of all keys of its cache.
 
-    The compiler has 400 MB, which takes 0.3 to 0.4 s. Triton remembers the result.
+    folder: of that cache. The compiler has 400 MB, which takes 0.3 s, and two seconds beside
+    imports: the thread waits for Python's lock after each of them. So the hash is kept.
     """
     if not hashing:
-        hashing.append(threading.Thread(target=hash_triton, name="hash of Triton", daemon=True))
-        hashing[0].start()
+        thread = threading.Thread(target=hash_triton, args=(folder,), daemon=True)
+        hashing.append(thread)
+        thread.start()
 
 
-def hash_triton() -> None:
-    with suppress(ImportError):  # no Triton, or another version
-        from triton.runtime.cache import triton_key
+def hash_triton(folder: Path) -> None:
+    """Let Triton know its hash: of an earlier process, if its files are those of then."""
+    with suppress(ImportError, AttributeError):  # no Triton, or another version
+        from triton.runtime import cache
 
-        triton_key()
+        package, kept = Path(cache.__file__).parents[1], folder / HASH_FILE
+        paths = [path for pattern in HASHED for path in package.glob(pattern)]
+        files = [[str(path), *stamp(path.stat())] for path in sorted(paths)]
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
+            found = json.loads(kept.read_text())
+            if found["files"] == files:
+                hashed = str(found["hash"])
+                cache.triton_key = lambda: hashed
+                return
+        hashed = cache.triton_key()
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(kept, json.dumps({"files": files, "hash": hashed}))
 
 
 def wait_for_hash() -> None:
-    """Return when the thread of `start_hashing` has ended: a launch would hash once more."""
+    """Return when the thread of `start_hashing` has ended: a launch would hash, too."""
     for thread in hashing:
         thread.join()
 

@@ -188,3 +188,11 @@ def build_model(args: ModelArgs, dtype: torch.dtype = torch.float32) -> Transfor
         raise ValueError("the model's args are too large: convert the model again") from None
     finally:
         torch.set_default_dtype(before)
+
+
+def import_meta_kernels() -> None:
+    """Import torch's Python kernels of the meta device, for arithmetic there.
+
+    A command postpones them, since they take 0.3 s (host/quick_imports.py).
+    """
+    import torch._decomp  # noqa: F401

@@ -32,7 +32,7 @@ from checkpoint import (
 from formats import FORMATS
 from formats.quantizer import MTP, SMALL_PRODUCTS, Packing, add_head
 from model import ModelArgs
-from models import args_from_hf, family_of_config
+from models import args_from_hf, family_of_config, import_meta_kernels
 from models.family import Family, PublishedLayout
 from models.multi_token import head_recipes
 from models.pieces import tensor_pieces
@@ -425,6 +425,8 @@ class Conversion:
             is_small = nbytes_of(recipe.shape, dtype) <= SMALL_BYTES and recipe.transform
             device = "cpu" if is_small else "meta"
             made = torch.empty(recipe.shape, dtype=dtype, device=device)
+            if recipe.transform and not is_small:
+                import_meta_kernels()
             made = recipe.transform(made) if recipe.transform else made
             layout[ours] = tuple(made.shape), made.dtype
         return layout

@@ -43,7 +43,7 @@ def start_compiling(source, device: torch.device) -> None:
     """
     if device.type != "cuda" or triton is None:
         return
-    start_hashing()
+    start_hashing(cache_folder())
     read_keys()
     remembered[:] = [folder() / digest(f"{source.args} {source.format}")]
     if not remembered[0].exists():

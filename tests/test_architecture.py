@@ -100,10 +100,11 @@ SLOW = "importing it imports the compiler, which takes seconds"
 OPTIONAL = "an optional package, named in the error if it is missing"
 HIDDEN_IMPORTS = {
     "host/before_imports.py": (
-        {"triton.runtime.cache"},
+        {"triton.runtime"},
         "a thread imports it while torch is imported; it may be missing",
     ),
     "ops/plain/attention.py": ({"torch.nn.attention.bias"}, SLOW),
+    "models/__init__.py": ({"torch._decomp"}, "it takes 0.3 s; few commands need it"),
     "gguf_files/views.py": ({"gguf"}, "it takes 0.03 s; few files have types that need it"),
     "ops/inductor.py": (
         {

@@ -181,26 +181,81 @@ def test_garbage_is_collected_from_main_on():
         gc.unfreeze()
 
 
-def test_triton_is_hashed_once(monkeypatch):
-    hashed = []
-    cache = types.ModuleType("triton.runtime.cache")
-    for name in ("triton", "triton.runtime"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, cache.__name__, cache)
-    monkeypatch.setattr(before_imports, "hashing", [])
-    cache.triton_key = lambda: hashed.append(1)
-    before_imports.wait_for_hash()
-    assert not hashed
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Stands for Triton, and counts how often it hashes its compiler; the folder of its cache."""
+    triton = types.SimpleNamespace(hashed=0, package=tmp_path / "triton", cache=tmp_path / "cache")
+    for name in ("runtime", "compiler", "_C"):
+        (triton.package / name).mkdir(parents=True)
+    (triton.package / "_C" / "libtriton.so").write_text("compiler")
+    (triton.package / "compiler" / "code.py").write_text("generator")
+
+    def import_anew() -> types.ModuleType:
+        names = "triton", "triton.runtime", "triton.runtime.cache"
+        modules = [types.ModuleType(name) for name in names]
+        modules[1].cache = modules[2]
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(before_imports, "hashing", [])
+        modules[2].__file__ = str(triton.package / "runtime" / "cache.py")
+        modules[2].triton_key = compute
+        return modules[2]
+
+    def compute() -> str:
+        triton.hashed += 1
+        return f"hash {triton.hashed}"
+
+    triton.import_anew = import_anew
+    return triton
+
+
+def hash_in_a_thread(compiler) -> str:
+    """Return the hash that launches of a new process find."""
+    module = compiler.import_anew()
     for _ in range(2):
-        before_imports.start_hashing()
+        before_imports.start_hashing(compiler.cache)
         before_imports.wait_for_hash()
-    assert hashed == [1]
+    return module.triton_key()
 
 
-def test_another_version_of_triton_is_not_hashed(monkeypatch):
-    name = "triton.runtime.cache"
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    before_imports.hash_triton()
+def test_tritons_hash_is_kept_while_its_files_are_the_same(compiler):
+    compiler.import_anew()
+    before_imports.wait_for_hash()
+    assert compiler.hashed == 0
+    assert hash_in_a_thread(compiler) == "hash 2"  # once by the thread, once here
+    for _ in range(2):
+        assert hash_in_a_thread(compiler) == "hash 1"
+    assert compiler.hashed == 2
+    for changed in ("_C/libtriton.so", "compiler/code.py", "compiler/new.py"):
+        (compiler.package / changed).write_text("another version")
+        before = compiler.hashed
+        hash_in_a_thread(compiler)
+        assert compiler.hashed == before + 2
+        assert hash_in_a_thread(compiler) == f"hash {before + 1}"
+
+
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"files": 1}', "null"))
+def test_a_damaged_file_of_the_hash_is_replaced(compiler, text):
+    compiler.cache.mkdir()
+    (compiler.cache / before_imports.HASH_FILE).write_text(text)
+    hash_in_a_thread(compiler)
+    assert hash_in_a_thread(compiler) == "hash 1"
+
+
+def test_a_hash_that_cannot_be_kept_is_computed(compiler):
+    compiler.cache.write_text("no folder")
+    hash_in_a_thread(compiler)
+    assert compiler.hashed == 2
+
+
+def test_another_version_of_triton_is_not_hashed(monkeypatch, tmp_path):
+    runtime = types.ModuleType("triton.runtime")
+    monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
+    monkeypatch.delitem(sys.modules, "triton.runtime.cache", raising=False)
+    before_imports.hash_triton(tmp_path)  # it has no `cache`
+    runtime.cache = types.SimpleNamespace(__file__=str(tmp_path / "runtime" / "cache.py"))
+    before_imports.hash_triton(tmp_path)  # which computes no hash
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tokenizer_is_loaded_while_torchs_libraries_are():
