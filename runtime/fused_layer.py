@@ -49,9 +49,10 @@ from ops.declared import (
 )
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
-from ops.products.few_tokens import down_few, unit_order
+from ops.products.few_tokens import down_few, multiply_planes, unit_order
 from ops.products.few_x import UnitOrder
 from ops.products.join import NormRouter, norm_router, norm_tokens
+from ops.products.planes import empty_planes, norm_planes, takes_planes
 from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
@@ -115,6 +116,12 @@ def multiply_ranges(
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
     scale = None
+    fits = not rest or (len(rest) == 1 and dense.takes_beside(first, rest[0][0], len(x)))
+    if norm is not None and bias is None and fits and takes_planes(first, len(x)):
+        beside = (rest[0][0], parts[1]) if rest else None
+        planes = norm_planes(x, norm.weight, first)
+        multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
+        return y
     if norm is not None:
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, first)
     if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
@@ -152,6 +159,12 @@ class FusedAttention:
         width = 4 * weight.quads * weight.fields
         return projected.new_empty(*context.positions.shape, width)
 
+    def takes_planes(self, context: Context) -> bool:
+        """Whether attention stores planes, which its last product multiplies."""
+        stores = getattr(self.attention, "stores_planes", lambda _: False)
+        (weight, bias), (B, Q) = self.output, context.positions.shape
+        return stores(Q) and bias is None and takes_planes(weight, B * Q)
+
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
 
@@ -164,6 +177,14 @@ class FusedAttention:
             heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
+        elif self.takes_planes(context):
+            weight, T = self.output[0], len(x)
+            planes = empty_planes(x, weight.width, T)
+            attention.fused_core(projected, context, planes)
+            add = self.sum.of_product(x)
+            y = torch.empty_like(x)
+            multiply_planes(planes, weight, y, **add)
+            return y
         else:
             heads = attention.fused_core(projected, context)
             output_norm = getattr(attention, "output_norm", None)

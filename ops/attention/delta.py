@@ -42,6 +42,7 @@ from ops.attention.delta_state import (
     memory_of_layer,
     memory_row,
     norm_head,
+    norm_to_planes,
     read_and_update,
     read_together,
     softplus,
@@ -52,6 +53,7 @@ from ops.attention.delta_state import (
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.pending import take_in_plain
+from ops.products.planes import GROUP, Planes, store_head
 from ops.sizes import pow2
 
 # Two to MOST_JOINT tokens are read at once in registers, LEAST_CHUNK and more are a chunk on tensor
@@ -187,7 +189,7 @@ def _read_together(
     channels of q and k, of v, and lane rows.
     """
     STRIDE: tl.constexpr = s.heads * s.value_dim
-    DTYPE: tl.constexpr = y.dtype.element_ty
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
     keys, values, lane_row = places
     key_inputs, value_past, value_sum = past
     own = tl.minimum(lane_row, s.joint - 1)
@@ -222,9 +224,18 @@ def _read_together(
     out = outs[s.joint - 1]
     for n in tl.static_range(s.joint - 1):
         out = tl.where(as_tile(lane_row, s) == n, outs[n], out)
-    out = tl.reshape(norm_head(out, factor * factors[2], s, DTYPE), values.shape)
-    out = tl.where(real > 0, out, 0.0)
-    tl.store(y + lane_row * STRIDE, out.to(DTYPE), mask=lane_row < s.joint)
+    if s.plane_tokens > 0:
+        whole, unit = norm_to_planes(out, factor * factors[2], s, DTYPE)
+        unit = tl.broadcast_to(tl.where(real > 0, unit, 0.0), whole.shape)
+        column = (values - s.first_value) % s.value_dim
+        token, exists = tl.program_id(1) * s.joint + lane_row, lane_row + 0 * column < s.joint
+        whole, unit = tl.reshape(whole, values.shape), tl.reshape(unit, values.shape)
+        token += 0 * column
+        store_head(whole, unit, y, tl.program_id(0), column, token, exists, s.plane_tokens)
+    else:
+        out = tl.reshape(norm_head(out, factor * factors[2], s, DTYPE), values.shape)
+        out = tl.where(real > 0, out, 0.0)
+        tl.store(y + lane_row * STRIDE, out.to(DTYPE), mask=lane_row < s.joint)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -311,7 +322,8 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
     if qkv is not None:
         qkv += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
+        if s.plane_tokens == 0:
+            y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
     begin, changes = place * 0, True
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
@@ -359,8 +371,7 @@ def _settle_heads(memory, arrivals, offsets, s: tl.constexpr):
     _update_heads(None, None, memory, arrivals, None, 1, s, False)
 
 
-@custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
-def delta_tokens(
+def launch_tokens(
     qkv: Tensor,
     gates: list[Tensor],
     state: Tensor,
@@ -371,11 +382,13 @@ def delta_tokens(
     arrivals: Tensor,
     eps: float,
     sigmoid_gate: bool = False,
-) -> Tensor:
+    planes: Planes | None = None,
+) -> Tensor | None:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
 
     qkv [B, T, N]: q, k and v before the convolution. gates: a `Gates`. weights: a `DeltaWeights`.
-    eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H Cv].
+    eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H Cv]; or store
+    that in planes of B T tokens, if `stores_planes` says so.
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
@@ -403,10 +416,39 @@ def delta_tokens(
     s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, decays > H, *rows, sigmoid_gate)
     s = replace(s, **chunk_of(T, s, qkv.dtype))
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions.contiguous(), last)
-    y = qkv.new_empty(B, T, H * CV)
+    if planes is not None:
+        s, y = replace(s, plane_tokens=B * T), planes
+    else:
+        y = qkv.new_empty(B, T, H * CV)
     tensors = qkv, Gates(*own), memory, arrivals, y
     launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
-    return y
+    return None if planes is not None else y
+
+
+@custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
+def delta_tokens(
+    qkv: Tensor,
+    gates: list[Tensor],
+    state: Tensor,
+    pending: list[Tensor],
+    weights: list[Tensor],
+    positions: Tensor,
+    last: Tensor | None,
+    arrivals: Tensor,
+    eps: float,
+    sigmoid_gate: bool = False,
+) -> Tensor:
+    """`launch_tokens` without planes, as an operator."""
+    tokens = qkv, gates, state, pending, weights
+    return launch_tokens(*tokens, positions, last, arrivals, eps, sigmoid_gate)
+
+
+def stores_planes(sizes: NamedTuple, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether a layer of these `DeltaSizes` stores planes of this many tokens of a sequence.
+
+    Those that are read at once, of heads that are a group each.
+    """
+    return 1 < tokens <= MOST_JOINT and sizes.value_dim == GROUP and dtype == torch.bfloat16
 
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:

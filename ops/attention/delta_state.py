@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.launch import jit, tl, triton
+from ops.products.planes import quantize_group
 
 COLUMNS = 32  # Cv columns of the state that a program has in a prompt
 WARPS = 8  # a program of `_update_heads` has
@@ -81,6 +82,7 @@ class DeltaSettings:
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
     own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
     joint: int = 0  # tokens of a call that are read at once; 0: one after the other
+    plane_tokens: int = 0  # T of `planes.Planes`, in which results are stored; 0: they are not
     precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
@@ -257,6 +259,22 @@ def read_together(old, tokens, s: tl.constexpr):
             )
         outs, k_reads, q_reads = outs + (q_factor * later_q[0],), later_k[1:], later_q[1:]
     return outs
+
+
+@jit
+def _add_and_max(a, b, c, d):
+    return a + c, tl.maximum(b, d)
+
+
+@jit
+def norm_to_planes(out, gate, s: tl.constexpr, DTYPE: tl.constexpr):
+    """Do what `norm_head` does, for tokens [1, ...] -> integers of a group, and their unit."""
+    out = out.to(DTYPE).to(tl.float32)
+    value = out * gate
+    sums = tl.reduce((out * out, tl.abs(value)), 3, _add_and_max, keep_dims=True)
+    square, largest = tl.reduce(sums, 1, _add_and_max, keep_dims=True)
+    whole, unit = quantize_group(value, largest)
+    return whole, unit * tl.rsqrt(square / s.value_dim + s.eps)
 
 
 @jit
