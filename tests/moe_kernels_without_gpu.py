@@ -67,6 +67,7 @@ from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
+from ops.products.planes import norm_planes
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
@@ -297,6 +298,35 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
         want = torch.nn.functional.silu(want) if edge else want
         errors.append(relative(got, want + residual.double()))
     return max(errors)
+
+
+def planes_error(layer: Layer) -> float:
+    """Compare products of tokens as planes: with a norm and a narrow weight beside; and without."""
+    case, eps = layer.case, 1e-5
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    x, norm, narrow = layer.x.bfloat16(), layer.norm.bfloat16(), layer.normal(4, case.D).bfloat16()
+    y, beside = torch.empty(case.tokens, weight.out), torch.empty(case.tokens, 4)
+    residual = layer.normal(*y.shape)
+    planes = norm_planes(x, norm, weight)
+    options = {"eps": eps, "beside": (plain_weight(narrow), beside)}
+    few_tokens.multiply_planes(planes, weight, y, **options)
+    normed, plain = group_norm(x.double(), norm.double(), 1, eps), layer.plain_dense[0].T
+    error = max(relative(y, normed @ plain), relative(beside, normed @ narrow.double().T))
+    few_tokens.multiply_planes(planes._replace(squares=None), weight, y, residual, scale=0.5)
+    return max(error, relative(y, 0.5 * (x.double() * norm.double()) @ plain + residual))
+
+
+def plane_lanes(layer: Layer) -> list[str]:
+    """Return the layouts of what tensor cores multiply, in the compiled product of planes."""
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    y = torch.empty(layer.case.tokens, weight.out)
+
+    def call() -> None:
+        few_tokens.multiply_planes(norm_planes(layer.x, layer.norm, weight), weight, y)
+
+    code = launched_code(call)["_down_few"].asm["ttgir"]
+    names = set(re.findall(r"mma\.sync.* -> tensor<[0-9x]+xi32, (#\w+)>", code))
+    return [re.search(rf"^{name} = (.*)", code, re.MULTILINE)[1] for name in names]
 
 
 def beside_error(layer: Layer) -> float:
@@ -1100,9 +1130,13 @@ def main() -> int:
         found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
         layers = [Layer(Case(**values)) for values in given.get("dense", ())]
         found["dense"] = [(dense_error(layer), dense_error(layer, edge=True)) for layer in layers]
+        layers = [Layer(Case(**values)) for values in given.get("planes", ())]
+        found["planes"] = [planes_error(layer) for layer in layers]
         found["chosen"] = [choose_of_bits(bits) for bits in given.get("scores", ())]
         found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
         print(json.dumps(found))
+    elif "planes" in given:
+        print(json.dumps([plane_lanes(Layer(Case(**values))) for values in given["planes"]]))
     else:
         found = [counts(case) for case in cases]
         print(json.dumps([*found, reduction_code()] if "reductions" in given else found))
