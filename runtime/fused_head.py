@@ -34,7 +34,7 @@ class FusedHead:
         """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
         if self.norm is None:
             return self.of_normed(x)
-        if takes_planes(self.weight, len(x)):
+        if takes_planes(self.weight, len(x), x.dtype):
             logits = x.new_empty(len(x), self.weight.out, dtype=torch.float32)
             planes = norm_planes(x, self.norm.weight, self.weight)
             multiply_planes(planes, self.weight, logits, eps=self.norm.eps)

@@ -117,7 +117,7 @@ def multiply_ranges(
     (first, bias), *rest = weights
     scale = None
     fits = not rest or (len(rest) == 1 and dense.takes_beside(first, rest[0][0], len(x)))
-    if norm is not None and bias is None and fits and takes_planes(first, len(x)):
+    if norm is not None and bias is None and fits and takes_planes(first, len(x), x.dtype):
         beside = (rest[0][0], parts[1]) if rest else None
         planes = norm_planes(x, norm.weight, first)
         multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
@@ -159,11 +159,11 @@ class FusedAttention:
         width = 4 * weight.quads * weight.fields
         return projected.new_empty(*context.positions.shape, width)
 
-    def takes_planes(self, context: Context) -> bool:
+    def takes_planes(self, x: Tensor, context: Context) -> bool:
         """Whether attention stores planes, which its last product multiplies."""
         stores = getattr(self.attention, "stores_planes", lambda _: False)
         (weight, bias), (B, Q) = self.output, context.positions.shape
-        return stores(Q) and bias is None and takes_planes(weight, B * Q)
+        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype)
 
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
@@ -177,7 +177,7 @@ class FusedAttention:
             heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
-        elif self.takes_planes(context):
+        elif self.takes_planes(x, context):
             weight, T = self.output[0], len(x)
             planes = empty_planes(x, weight.width, T)
             attention.fused_core(projected, context, planes)

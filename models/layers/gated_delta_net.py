@@ -135,7 +135,7 @@ class DeltaNet(DeltaRuleLayer):
 
     def stores_planes(self, queries: int) -> bool:
         """Whether `mix_few` can store a call of this many tokens of each sequence as planes."""
-        return not self.by_place and stores_planes(self.sizes, queries, self.norm.weight.dtype)
+        return not self.by_place and stores_planes(self.sizes, queries)
 
     def mix_few(
         self, qkvz: Tensor, ba: Tensor, context: Context, planes: Planes | None = None

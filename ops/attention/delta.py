@@ -443,12 +443,12 @@ def delta_tokens(
     return launch_tokens(*tokens, positions, last, arrivals, eps, sigmoid_gate)
 
 
-def stores_planes(sizes: NamedTuple, tokens: int, dtype: torch.dtype) -> bool:
+def stores_planes(sizes: NamedTuple, tokens: int) -> bool:
     """Whether a layer of these `DeltaSizes` stores planes of this many tokens of a sequence.
 
     Those that are read at once, of heads that are a group each.
     """
-    return 1 < tokens <= MOST_JOINT and sizes.value_dim == GROUP and dtype == torch.bfloat16
+    return 1 < tokens <= MOST_JOINT and sizes.value_dim == GROUP
 
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:

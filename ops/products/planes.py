@@ -9,8 +9,8 @@ The kernel before makes the bytes, once for all programs. 128 numbers of a token
 power of two, the unit: a number has an error of at most 2 ** -14 of the group's largest.
 
 A warp multiplies whole groups. Its lane 4 r + t has four words of rows r and r + 8, and of x the
-words of column r; of the sums it gets those of token t, high and low. So the place of a lane counts:
-Triton has to give lane n the n-th of 32 neighbors, which a test looks for in the compiled code.
+words of column r; of the sums it gets those of token t, high and low. So the place of a lane
+counts: Triton has to give lane n the n-th of 32 neighbors. A test reads that in the compiled code.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ GROUP = 128
 
 
 class Planes(NamedTuple):
-    """T tokens x [T, in]. words: of a group and half of a row's words, of each token, byte and t."""
+    """T tokens x [T, in]. words: of a group, half of a row's words, token, byte and t, four each."""
 
     words: Tensor  # int32 [in / 128, 2, T, 2, 4, 4]: the high bytes, then the low ones
     units: Tensor  # fp32 [in / 128, T]
@@ -48,12 +48,16 @@ class PlaneSettings:
     apart = property(lambda s: 32 if s.kind == "int4" else 4)  # numbers of a word of a plane
 
 
-def takes_planes(weight: Weight, T: int) -> bool:
-    """Whether a dense product multiplies T tokens as planes: where that was measured."""
+def takes_planes(weight: Weight, T: int, dtype: torch.dtype) -> bool:
+    """Whether a dense product multiplies T tokens as planes: where that was measured.
+
+    dtype: of the tokens. fp16 may not hold x times the weight of a norm.
+    """
     group_scales = weight.kind == "int4" and weight.group == GROUP
     fits = weight.out % 16 == 0 and weight.width % (4 * GROUP) == 0
     is_head = weight.kind == "int8" and has_many_rows(weight)
-    return 1 < T <= MOST_TOKENS and fits and (group_scales or is_head)
+    few = 1 < T <= MOST_TOKENS and dtype == torch.bfloat16
+    return few and fits and (group_scales or is_head)
 
 
 def empty_planes(like: Tensor, width: int, T: int) -> Planes:
@@ -75,8 +79,8 @@ def quantize_group(value, largest):
     return number << 10 >> 10, unit
 
 
-# Grid [in / 128, T]: a program, one warp, has a group. A lane has the four numbers of a word of each
-# plane, so that lanes exchange the largest number and the sum of squares alone.
+# Grid [in / 128, T]: a program, one warp, has a group. A lane has the four numbers of a word of
+# each plane, so that lanes exchange the largest number and the sum of squares alone.
 @jit
 def _make_planes(x, norm, planes, s: tl.constexpr, PDL: tl.constexpr):
     group, token, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, 32)
