@@ -163,7 +163,7 @@ class FusedAttention:
         """Whether attention stores planes, which its last product multiplies."""
         stores = getattr(self.attention, "stores_planes", lambda _: False)
         (weight, bias), (B, Q) = self.output, context.positions.shape
-        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype)
+        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype, made=True)
 
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.

@@ -26,10 +26,11 @@ from ops.products.weights import Weight
 
 MOST_TOKENS = 4
 GROUP = 128
+WIDTHS = 512, 1024, 2048, 4096  # of a weight: all of a program's codes are in flight
 
 
 class Planes(NamedTuple):
-    """T tokens x [T, in]. words: of a group, half of a row's words, token, byte and t, four each."""
+    """T tokens x [T, in]. words: of a group, half of a row's words, token, byte and t, four."""
 
     words: Tensor  # int32 [in / 128, 2, T, 2, 4, 4]: the high bytes, then the low ones
     units: Tensor  # fp32 [in / 128, T]
@@ -48,16 +49,16 @@ class PlaneSettings:
     apart = property(lambda s: 32 if s.kind == "int4" else 4)  # numbers of a word of a plane
 
 
-def takes_planes(weight: Weight, T: int, dtype: torch.dtype) -> bool:
+def takes_planes(weight: Weight, T: int, dtype: torch.dtype, made: bool = False) -> bool:
     """Whether a dense product multiplies T tokens as planes: where that was measured.
 
-    dtype: of the tokens. fp16 may not hold x times the weight of a norm.
+    dtype: of the tokens. fp16 may not hold x times the weight of a norm. made: by the kernel
+    before, which runs anyway; else by one of their own, so that two tokens gain nothing.
     """
-    group_scales = weight.kind == "int4" and weight.group == GROUP
-    fits = weight.out % 16 == 0 and weight.width % (4 * GROUP) == 0
-    is_head = weight.kind == "int8" and has_many_rows(weight)
-    few = 1 < T <= MOST_TOKENS and dtype == torch.bfloat16
-    return few and fits and (group_scales or is_head)
+    known = weight.kind == "int4" and weight.group == GROUP
+    known |= weight.kind == "int8" and has_many_rows(weight)
+    fits = weight.out % 16 == 0 and weight.width in WIDTHS
+    return (2 if made else 3) <= T <= MOST_TOKENS and dtype == torch.bfloat16 and known and fits
 
 
 def empty_planes(like: Tensor, width: int, T: int) -> Planes:
@@ -121,8 +122,8 @@ def _make_planes(x, norm, planes, s: tl.constexpr, PDL: tl.constexpr):
 def norm_planes(x: Tensor, norm: Tensor, weight: Weight) -> Planes:
     """Return x [T, in] times a norm's weight as planes for a product, which divides by the RMS."""
     T, D = x.shape
-    planes = empty_planes(x, D, T)
-    planes = planes._replace(squares=torch.empty_like(planes.units), plain=torch.empty_like(x))
+    words, units, *_ = empty_planes(x, D, T)
+    planes = Planes(words, units, torch.empty_like(units), torch.empty_like(x))
     s = PlaneSettings(weight.kind, T, D)
     launch(_make_planes, (D // GROUP, T), x, norm, planes, settings=s, warps=1)
     return planes
