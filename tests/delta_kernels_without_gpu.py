@@ -200,8 +200,8 @@ def plane_error(layer: DeltaNet, projected: Tensor, context: Context) -> float:
     assert layer.stores_planes(T) and other.fused_core(projected, context, planes) is None
     for one, two in zip(layer.state.buffers(), other.state.buffers(), strict=True):
         assert one.equal(two)
-    # Head, half, token, byte of a number, t, whether the word is the second one of the half, parity
-    # of the fields, byte of the word.
+    # Axes: head, half, token, byte of a number, t, first or second word of the half, even or odd
+    # fields, byte of the word.
     numbers = planes.words.view(torch.int8).view(H, 2, B * T, 2, 4, 2, 2, 4).int()
     numbers = numbers[:, :, :, 0] * 256 + numbers[:, :, :, 1]
     numbers = numbers.permute(2, 0, 6, 5, 3, 1, 4).flatten(2)

@@ -1401,7 +1401,7 @@ def test_tokens_of_a_delta_layer_as_planes(tokens):
 @pytest.mark.parametrize("mode", ("int4", "int8"))
 @pytest.mark.parametrize(("out", "width"), ((528, 512), (12288, 2048), (2048, 4096)))
 def test_products_of_planes(out, width, mode, tokens):
-    """With a norm and a narrow weight beside, and with a residual, against fp64."""
+    """Compare with fp64: with a norm and a narrow weight beside, and with a residual."""
     generator = torch.Generator("cuda").manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:

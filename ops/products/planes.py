@@ -26,7 +26,8 @@ from ops.products.weights import Weight
 
 MOST_TOKENS = 4
 GROUP = 128
-WIDTHS = 512, 1024, 2048, 4096  # of a weight: all of a program's codes are in flight
+# Numbers of a weight's row. All codes of a program are in flight, in registers.
+WIDTHS = 512, 1024, 2048, 4096
 
 
 class Planes(NamedTuple):
@@ -42,7 +43,7 @@ class Planes(NamedTuple):
 class PlaneSettings:
     """What `_make_planes` is compiled for."""
 
-    kind: str  # of the codes that planes are multiplied by
+    kind: str  # codes that planes are multiplied by
     tokens: int
     width: int
 
@@ -215,7 +216,7 @@ def load_codes(weights, row, s: tl.constexpr):
 
     All are of one shape: loads of one shape have one layout. s: `few_tokens.DenseSettings`.
     """
-    LOADS: tl.constexpr = 2 if s.kind == "int8" else 1  # of a group's row
+    LOADS: tl.constexpr = 2 if s.kind == "int8" else 1  # a row of a group takes so many
     GROUPS: tl.constexpr = s.words // (16 * LOADS)
     shape: tl.constexpr = (GROUPS // s.warps, s.warps, 32)
     at, own = tl.arange(0, GROUPS * 128)[:, None], tl.arange(0, GROUPS * 32)[:, None]
