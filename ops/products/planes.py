@@ -216,7 +216,7 @@ def load_codes(weights, row, s: tl.constexpr):
 
     All are of one shape: loads of one shape have one layout. s: `few_tokens.DenseSettings`.
     """
-    LOADS: tl.constexpr = 2 if s.kind == "int8" else 1  # a row of a group takes so many
+    LOADS: tl.constexpr = 2 if s.kind == "int8" else 1  # a lane's loads of a group's row
     GROUPS: tl.constexpr = s.words // (16 * LOADS)
     shape: tl.constexpr = (GROUPS // s.warps, s.warps, 32)
     at, own = tl.arange(0, GROUPS * 128)[:, None], tl.arange(0, GROUPS * 32)[:, None]
