@@ -52,7 +52,7 @@ from ops.products import experts as moe_decode
 from ops.products.few_tokens import down_few, multiply_planes, unit_order
 from ops.products.few_x import UnitOrder
 from ops.products.join import NormRouter, norm_router, norm_tokens
-from ops.products.planes import empty_planes, norm_planes, takes_planes
+from ops.products.planes import Planes, empty_planes, make_planes, takes_planes
 from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
@@ -119,7 +119,7 @@ def multiply_ranges(
     fits = not rest or (len(rest) == 1 and dense.takes_beside(first, rest[0][0], len(x)))
     if norm is not None and bias is None and fits and takes_planes(first, len(x), x.dtype):
         beside = (rest[0][0], parts[1]) if rest else None
-        planes = norm_planes(x, norm.weight, first)
+        planes = make_planes(x, norm.weight, first)
         multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
         return y
     if norm is not None:
@@ -159,11 +159,19 @@ class FusedAttention:
         width = 4 * weight.quads * weight.fields
         return projected.new_empty(*context.positions.shape, width)
 
-    def takes_planes(self, x: Tensor, context: Context) -> bool:
+    def stores_planes(self, x: Tensor, context: Context) -> bool:
         """Whether attention stores planes, which its last product multiplies."""
         stores = getattr(self.attention, "stores_planes", lambda _: False)
         (weight, bias), (B, Q) = self.output, context.positions.shape
-        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype, made=True)
+        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype, stored=True)
+
+    def multiply_planes(self, planes: Planes, x: Tensor) -> Tensor:
+        """Return attention's last product of planes, as `forward` does."""
+        add = self.sum.of_product(x)
+        y = add.pop("out", None)
+        y = torch.empty_like(x) if y is None else y
+        multiply_planes(planes, self.output[0], y, **add)
+        return y
 
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
@@ -177,14 +185,10 @@ class FusedAttention:
             heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
-        elif self.takes_planes(x, context):
-            weight, T = self.output[0], len(x)
-            planes = empty_planes(x, weight.width, T)
+        elif self.stores_planes(x, context):
+            planes = empty_planes(x, self.output[0].width, len(x))
             attention.fused_core(projected, context, planes)
-            add = self.sum.of_product(x)
-            y = torch.empty_like(x)
-            multiply_planes(planes, weight, y, **add)
-            return y
+            return self.multiply_planes(planes, x)
         else:
             heads = attention.fused_core(projected, context)
             output_norm = getattr(attention, "output_norm", None)

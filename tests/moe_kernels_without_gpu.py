@@ -67,7 +67,7 @@ from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
-from ops.products.planes import norm_planes
+from ops.products.planes import make_planes
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
@@ -307,7 +307,7 @@ def planes_error(layer: Layer) -> float:
     x, norm, narrow = layer.x.bfloat16(), layer.norm.bfloat16(), layer.normal(4, case.D).bfloat16()
     y, beside = torch.empty(case.tokens, weight.out), torch.empty(case.tokens, 4)
     residual = layer.normal(*y.shape)
-    planes = norm_planes(x, norm, weight)
+    planes = make_planes(x, norm, weight)
     options = {"eps": eps, "beside": (plain_weight(narrow), beside)}
     few_tokens.multiply_planes(planes, weight, y, **options)
     normed, plain = group_norm(x.double(), norm.double(), 1, eps), layer.plain_dense[0].T
@@ -322,7 +322,7 @@ def plane_lanes(layer: Layer) -> list[str]:
     y = torch.empty(layer.case.tokens, weight.out)
 
     def call() -> None:
-        few_tokens.multiply_planes(norm_planes(layer.x, layer.norm, weight), weight, y)
+        few_tokens.multiply_planes(make_planes(layer.x, layer.norm, weight), weight, y)
 
     code = launched_code(call)["_down_few"].asm["ttgir"]
     names = set(re.findall(r"mma\.sync.* -> tensor<[0-9x]+xi32, (#\w+)>", code))

@@ -1413,7 +1413,7 @@ def test_products_of_planes(out, width, mode, tokens):
     plain = FORMATS[mode].unpack(parts, group).double()
     x, norm, narrow = (normal(*n, width).bfloat16() for n in ((tokens,), (), (64,)))
     y, beside = (torch.empty(tokens, n, device="cuda") for n in (out, 64))
-    made = planes.norm_planes(x, norm, weight)
+    made = planes.make_planes(x, norm, weight)
     multiply_planes(made, weight, y, eps=1e-6, beside=(plain_weight(narrow), beside))
     scaled, exact = x.double() * norm.double(), x.double()
     normed = scaled * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt()

@@ -16,7 +16,13 @@ from ops.products.codes import activate
 from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, multiply_steps
-from ops.products.planes import Planes, load_codes, load_planes, multiply_codes
+from ops.products.planes import (
+    MOST_TOKENS,
+    Planes,
+    load_codes,
+    load_planes,
+    multiply_codes,
+)
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
@@ -366,9 +372,6 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = Fa
     )
 
 
-PLANE_TILES = {"int4": FewTiles(16, 4), "int8": FewTiles(16, 4)}
-
-
 def multiply_planes(
     x: Planes,
     weight: Weight,
@@ -382,7 +385,7 @@ def multiply_planes(
 
     beside: as of `down_few`, for planes that have the plain x, too.
     """
-    tiles = PLANE_TILES[weight.kind]
+    tiles = FewTiles(*(measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) or (16, 4)))
     s = DenseSettings(
         **settings_of(weight, tiles, len(y)),
         blocks=1,

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl
 from ops.products.operands import split_four
-from ops.products.tilings import has_many_rows
+from ops.products.tilings import measured_fields, place_of
 from ops.products.weights import Weight
 
 MOST_TOKENS = 4
 GROUP = 128
-# Numbers of a weight's row. All codes of a program are in flight, in registers.
-WIDTHS = 512, 1024, 2048, 4096
 
 
 class Planes(NamedTuple):
@@ -50,16 +48,16 @@ class PlaneSettings:
     apart = property(lambda s: 32 if s.kind == "int4" else 4)  # numbers of a word of a plane
 
 
-def takes_planes(weight: Weight, T: int, dtype: torch.dtype, made: bool = False) -> bool:
-    """Whether a dense product multiplies T tokens as planes: where that was measured.
+def takes_planes(weight: Weight, T: int, dtype: torch.dtype, stored: bool = False) -> bool:
+    """Whether a dense product multiplies T tokens as planes: those whose tiles were measured.
 
-    dtype: of the tokens. fp16 may not hold x times the weight of a norm. made: by the kernel
+    dtype: of the tokens. fp16 may not hold x times the weight of a norm. stored: by the kernel
     before, which runs anyway; else by one of their own, so that two tokens gain nothing.
     """
-    known = weight.kind == "int4" and weight.group == GROUP
-    known |= weight.kind == "int8" and has_many_rows(weight)
-    fits = weight.out % 16 == 0 and weight.width in WIDTHS
-    return (2 if made else 3) <= T <= MOST_TOKENS and dtype == torch.bfloat16 and known and fits
+    if not (2 if stored else 3) <= T <= MOST_TOKENS or dtype != torch.bfloat16:
+        return False
+    known = weight.kind == "int8" or (weight.kind == "int4" and weight.group == GROUP)
+    return known and measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) is not None
 
 
 def empty_planes(like: Tensor, width: int, T: int) -> Planes:
@@ -94,7 +92,8 @@ def _make_planes(x, norm, planes, s: tl.constexpr, PDL: tl.constexpr):
     x += token * s.width
     scales, values, square, largest = (), (), 0.0, 0.0
     for n in tl.static_range(4):
-        scales = scales + (tl.load(norm + number + n * s.apart).to(tl.float32),)
+        scale = 1.0 if norm is None else tl.load(norm + number + n * s.apart).to(tl.float32)
+        scales = scales + (scale,)
     await_previous(PDL, True)
     for n in tl.static_range(4):
         values = values + (tl.load(x + number + n * s.apart).to(tl.float32),)
@@ -109,22 +108,29 @@ def _make_planes(x, norm, planes, s: tl.constexpr, PDL: tl.constexpr):
         whole, unit = quantize_group(value, largest)
         high |= (whole + 128 >> 8 & 255) << 8 * n
         low |= (whole & 255) << 8 * n
-        plain = planes.plain + token * s.width + number + n * s.apart
-        tl.store(plain, value.to(planes.plain.dtype.element_ty))
+        if planes.plain is not None:
+            plain = planes.plain + token * s.width + number + n * s.apart
+            tl.store(plain, value.to(planes.plain.dtype.element_ty))
     place = (group * 2 + half) * (32 * s.tokens) + token * 32 + lane // 4 % 4 * 4 + of_four
     tl.store(planes.words + place, high)
     tl.store(planes.words + place + 16, low)
     if s.kind == "int4":  # its codes become 16 times the numbers
         unit *= 0.0625
     tl.store(planes.units + group * s.tokens + token, unit)
-    tl.store(planes.squares + group * s.tokens + token, square)
+    if planes.squares is not None:
+        tl.store(planes.squares + group * s.tokens + token, square)
 
 
-def norm_planes(x: Tensor, norm: Tensor, weight: Weight) -> Planes:
-    """Return x [T, in] times a norm's weight as planes for a product, which divides by the RMS."""
+def make_planes(x: Tensor, norm: Tensor | None, weight: Weight) -> Planes:
+    """Return x [T, in] as planes for a product; with a norm [in] times its weight.
+
+    Then the product divides by the RMS.
+    """
     T, D = x.shape
-    words, units, *_ = empty_planes(x, D, T)
-    planes = Planes(words, units, torch.empty_like(units), torch.empty_like(x))
+    planes = empty_planes(x, D, T)
+    if norm is not None:
+        words, units, *_ = planes
+        planes = Planes(words, units, torch.empty_like(units), torch.empty_like(x))
     s = PlaneSettings(weight.kind, T, D)
     launch(_make_planes, (D // GROUP, T), x, norm, planes, settings=s, warps=1)
     return planes
