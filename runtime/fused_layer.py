@@ -194,6 +194,8 @@ class FusedAttention:
             output_norm = getattr(attention, "output_norm", None)
         (weight, bias), norm = self.output, None
         heads = heads.flatten(0, 1).contiguous()
+        if output_norm is None and bias is None and takes_planes(weight, len(x), heads.dtype):
+            return self.multiply_planes(make_planes(heads, None, weight), x)
         if output_norm is not None:
             of_heads = output_norm.weight, output_norm.eps, weight, output_norm.groups
             heads, norm = dense.norm_apart(heads, *of_heads)
