@@ -116,10 +116,12 @@ def multiply_ranges(
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
     scale = None
-    fits = not rest or (len(rest) == 1 and dense.takes_beside(first, rest[0][0], len(x)))
+    (narrow, other), *more = rest or [(None, None)]
+    fits = other is None and not more and (narrow is None or narrow.kind == "bf16")
+    fits = fits and (narrow is None or dense.takes_beside(first, narrow, len(x)))
     if norm is not None and bias is None and fits and takes_planes(first, len(x), x.dtype):
-        beside = (rest[0][0], parts[1]) if rest else None
         planes = make_planes(x, norm.weight, first)
+        beside = None if narrow is None else (narrow, parts[1])
         multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
         return y
     if norm is not None:

@@ -71,6 +71,7 @@ from ops.products.planes import make_planes
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
+from runtime import fused_layer
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -481,6 +482,13 @@ LAYERS = {
         | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
         | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32),
     ),
+    "qwen3_next, planes": (  # of any shape; b and a are packed, and so not beside
+        HybridArgs,
+        SMALL
+        | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
+        | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=128)
+        | dict(dim=512, head_dim=128),
+    ),
     # Residual streams: Gated DeltaNet, the same after n-grams, attention by an index.
     "qwen4_exp_text": (
         Qwen4ExpArgs,
@@ -603,6 +611,10 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def planes_of_any_shape(weight: Weight, T: int, *_) -> bool:
+    return T > 2 and (weight.kind, weight.group) == ("int4", 128) and weight.width % 512 == 0
+
+
 def layer_errors(
     family: str,
     format: str,
@@ -626,8 +638,10 @@ def layer_errors(
     x, _, context = model.begin(tokens, positions)
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
     found = []
+    known = planes_of_any_shape if family.endswith("planes") else fused_layer.takes_planes
     for ratio in ratios if batch * queries > 1 else ratios[:1]:
-        with mock.patch.object(moe_decode, "pair_ratio", lambda *_, ratio=ratio: ratio):
+        replaced = mock.patch.object(moe_decode, "pair_ratio", lambda *_, ratio=ratio: ratio)
+        with replaced, mock.patch.object(fused_layer, "takes_planes", known):
             found += [block_error(block, torch.randn_like(x), context) for block in model.layers]
     return found
 

@@ -592,6 +592,11 @@ PLANES = (
 
 
 @pytest.mark.slow
+def test_a_layer_with_planes_is_the_blocks_own():
+    check_layers(*(("qwen3_next, planes", "int4", *case) for case in ((1, 3), (1, 4, (2,)))))
+
+
+@pytest.mark.slow
 def test_products_of_planes():
     """The interpreter cuts bf16 off."""
     planes = [values | {"E": 1, "A": 1} for values in PLANES]
