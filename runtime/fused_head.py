@@ -5,6 +5,8 @@ from torch import Tensor
 
 from model import Linear, RMSNorm, Transformer
 from ops.products import dense
+from ops.products.few_tokens import multiply_planes
+from ops.products.planes import make_planes, takes_planes
 from runtime.fused_layer import kernel_weight
 from runtime.plain_forms import undeclared
 
@@ -32,6 +34,11 @@ class FusedHead:
         """x [T, D], not normed -> fp32 logits [T, V], of which none is rounded to bf16."""
         if self.norm is None:
             return self.of_normed(x)
+        if takes_planes(self.weight, len(x), x.dtype):
+            logits = x.new_empty(len(x), self.weight.out, dtype=torch.float32)
+            planes = make_planes(x, self.norm.weight, self.weight)
+            multiply_planes(planes, self.weight, logits, eps=self.norm.eps)
+            return logits
         normed, norm = dense.norm_apart(x, self.norm.weight, self.norm.eps, self.weight)
         return dense.dense_product(normed, self.weight, norm, dtype=torch.float32)
 

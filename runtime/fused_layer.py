@@ -49,9 +49,10 @@ from ops.declared import (
 )
 from ops.products import dense, expert_tiles
 from ops.products import experts as moe_decode
-from ops.products.few_tokens import down_few, unit_order
+from ops.products.few_tokens import down_few, multiply_planes, unit_order
 from ops.products.few_x import UnitOrder
 from ops.products.join import NormRouter, norm_router, norm_tokens
+from ops.products.planes import Planes, empty_planes, make_planes, takes_planes
 from ops.products.prompt_rows import activate_rows
 from ops.products.quantized_x import QuantizedX
 from ops.products.routing import check_router, route
@@ -115,6 +116,14 @@ def multiply_ranges(
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
     scale = None
+    (narrow, other), *more = rest or [(None, None)]
+    fits = other is None and not more and (narrow is None or narrow.kind == "bf16")
+    fits = fits and (narrow is None or dense.takes_beside(first, narrow, len(x)))
+    if norm is not None and bias is None and fits and takes_planes(first, len(x), x.dtype):
+        planes = make_planes(x, norm.weight, first)
+        beside = None if narrow is None else (narrow, parts[1])
+        multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
+        return y
     if norm is not None:
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, first)
     if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
@@ -152,6 +161,20 @@ class FusedAttention:
         width = 4 * weight.quads * weight.fields
         return projected.new_empty(*context.positions.shape, width)
 
+    def stores_planes(self, x: Tensor, context: Context) -> bool:
+        """Whether attention stores planes, which its last product multiplies."""
+        stores = getattr(self.attention, "stores_planes", lambda _: False)
+        (weight, bias), (B, Q) = self.output, context.positions.shape
+        return stores(Q) and bias is None and takes_planes(weight, B * Q, x.dtype, stored=True)
+
+    def multiply_planes(self, planes: Planes, x: Tensor) -> Tensor:
+        """Return attention's last product of planes, as `forward` does."""
+        add = self.sum.of_product(x)
+        y = add.pop("out", None)
+        y = torch.empty_like(x) if y is None else y
+        multiply_planes(planes, self.output[0], y, **add)
+        return y
+
     def forward(self, x: Tensor, context: Context, core, reach: int | None = None) -> Tensor | None:
         """x [T, D], not normed -> x after attention, or what `ResidualSum.add` adds to x.
 
@@ -164,11 +187,17 @@ class FusedAttention:
             heads = core(plain, projected, context)
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
+        elif self.stores_planes(x, context):
+            planes = empty_planes(x, self.output[0].width, len(x))
+            attention.fused_core(projected, context, planes)
+            return self.multiply_planes(planes, x)
         else:
             heads = attention.fused_core(projected, context)
             output_norm = getattr(attention, "output_norm", None)
         (weight, bias), norm = self.output, None
         heads = heads.flatten(0, 1).contiguous()
+        if output_norm is None and bias is None and takes_planes(weight, len(x), heads.dtype):
+            return self.multiply_planes(make_planes(heads, None, weight), x)
         if output_norm is not None:
             of_heads = output_norm.weight, output_norm.eps, weight, output_norm.groups
             heads, norm = dense.norm_apart(heads, *of_heads)

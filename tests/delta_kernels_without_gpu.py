@@ -30,6 +30,7 @@ from ops.plain.gated_delta import (
     norm_in_torch,
 )
 from ops.plain.pending import MAX_TENTATIVE, convolve_plain, in_place
+from ops.products.planes import GROUP, empty_planes
 from tests.launched_code import launched_code
 from tests.recurrent_without_gpu import (
     after_tokens,
@@ -75,6 +76,10 @@ FEW = {  # B, T, K, H, Ck, Cv, W, last, accepted tokens of the call before (None
     "one token after drafts": (4, 1, 2, 4, 16, 16, 4, (0, -1, 0, 0), (3, 2, None, 16)),
     "one token after drafts, a key head of each": (2, 1, 2, 2, 128, 32, 3, None, (1, 2)),
     "one token after drafts, three value heads": (1, 1, 2, 6, 32, 64, 4, None, (4,)),
+}
+IN_PLANES = {  # as FEW
+    "two tokens as planes": (2, 2, 1, 2, 16, 128, 4, (0, -1), (1, None)),
+    "four tokens as planes": (1, 4, 1, 2, 128, 128, 4, (2,), (3,)),
 }
 
 # As FEW, in one chunk: all counts of tokens and of accepted ones, and padding.
@@ -187,6 +192,22 @@ def few_errors(case: tuple, **options) -> list[float]:
     return layer_errors(layer, *call, run, take_in)
 
 
+def plane_error(layer: DeltaNet, projected: Tensor, context: Context) -> float:
+    """Return the error of y that is stored as planes, by that of y; the states are equal."""
+    other, (B, T), H = deepcopy(layer), projected.shape[:2], layer.sizes.value_heads
+    y = layer.fused_core(projected, context).view(B * T, H, GROUP)
+    planes = empty_planes(projected, H * GROUP, B * T)
+    assert layer.stores_planes(T) and other.fused_core(projected, context, planes) is None
+    for one, two in zip(layer.state.buffers(), other.state.buffers(), strict=True):
+        assert one.equal(two)
+    # Axes: head, half, token, byte of a number, t, first or second word of the half, even or odd
+    # fields, byte of the word.
+    numbers = planes.words.view(torch.int8).view(H, 2, B * T, 2, 4, 2, 2, 4).int()
+    numbers = numbers[:, :, :, 0] * 256 + numbers[:, :, :, 1]
+    numbers = numbers.permute(2, 0, 6, 5, 3, 1, 4).flatten(2)
+    return relative_error(numbers * planes.units.T.unsqueeze(-1) * 16, y.float())
+
+
 def chunk_errors(case: tuple, **options) -> list[float]:
     """`few_errors` as one chunk, whatever would be chosen."""
     in_fp32 = mock.patch.dict(delta.CHUNK_PRECISION, {torch.float32: "tf32x3"})
@@ -296,6 +317,8 @@ def errors() -> dict[str, list[float]]:
     for name, (B, T, H, C, *rest) in KIMI.items():
         cases[name] = partial(few_errors, (B, T, H, H, C, C, *rest), channel_decay=True)
     cases |= {name: partial(few_errors, case) for name, case in FEW.items()}
+    for name, case in IN_PLANES.items():
+        cases[name] = lambda case=case: [plane_error(*random_few(*case))]
     cases |= {name: partial(chunk_errors, case) for name, case in CHUNKS.items()}
     for T, options in ((4, {"delta_gate": "sigmoid"}), (16, {})):
         options |= {"dtype": torch.bfloat16}

@@ -67,9 +67,11 @@ from ops.products import dense, expert_tiles, few_tokens, fragments, quantized_x
 from ops.products import experts as moe_decode
 from ops.products import tilings as moe_tiles
 from ops.products.join import NOTHING, Added, NormRouter, add_branch, norm_router
+from ops.products.planes import make_planes
 from ops.products.routing import route
 from ops.products.weights import INTEGERS, Weight, packed_weight, plain_weight
 from ops.ranks.mailbox import MAX_DIM, MAX_PROGRAMS, MAX_WORDS, TokenInbox, words_of
+from runtime import fused_layer
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_decode import FusedRunner
 from runtime.fused_latent_attention import FusedLatentAttention
@@ -299,6 +301,35 @@ def dense_error(layer: Layer, edge: bool = False) -> float:
     return max(errors)
 
 
+def planes_error(layer: Layer) -> float:
+    """Compare products of tokens as planes: with a norm and a narrow weight beside; and without."""
+    case, eps = layer.case, 1e-5
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    x, norm, narrow = layer.x.bfloat16(), layer.norm.bfloat16(), layer.normal(4, case.D).bfloat16()
+    y, beside = torch.empty(case.tokens, weight.out), torch.empty(case.tokens, 4)
+    residual = layer.normal(*y.shape)
+    planes = make_planes(x, norm, weight)
+    options = {"eps": eps, "beside": (plain_weight(narrow), beside)}
+    few_tokens.multiply_planes(planes, weight, y, **options)
+    normed, plain = group_norm(x.double(), norm.double(), 1, eps), layer.plain_dense[0].T
+    error = max(relative(y, normed @ plain), relative(beside, normed @ narrow.double().T))
+    few_tokens.multiply_planes(planes._replace(squares=None), weight, y, residual, scale=0.5)
+    return max(error, relative(y, 0.5 * (x.double() * norm.double()) @ plain + residual))
+
+
+def plane_lanes(layer: Layer) -> list[str]:
+    """Return the layouts of what tensor cores multiply, in the compiled product of planes."""
+    weight = replace(layer.dense, parts=tuple(part[0] for part in layer.dense.parts))
+    y = torch.empty(layer.case.tokens, weight.out)
+
+    def call() -> None:
+        few_tokens.multiply_planes(make_planes(layer.x, layer.norm, weight), weight, y)
+
+    code = launched_code(call)["_down_few"].asm["ttgir"]
+    names = set(re.findall(r"mma\.sync.* -> tensor<[0-9x]+xi32, (#\w+)>", code))
+    return [re.search(rf"^{name} = (.*)", code, re.MULTILINE)[1] for name in names]
+
+
 def beside_error(layer: Layer) -> float:
     """Return the error of a wide product and of a narrow one of bf16 in its launch, of bf16 x."""
     case, x, norm = layer.case, layer.x.bfloat16(), layer.norm.float()
@@ -451,6 +482,13 @@ LAYERS = {
         | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
         | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=32),
     ),
+    "qwen3_next, planes": (  # of any shape; b and a are packed, and so not beside
+        HybridArgs,
+        SMALL
+        | dict(n_layer=2, full_layers=(1,), qk_norm="head", shared_intermediate=64, rotary_dim=16)
+        | dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=128)
+        | dict(dim=512, head_dim=128),
+    ),
     # Residual streams: Gated DeltaNet, the same after n-grams, attention by an index.
     "qwen4_exp_text": (
         Qwen4ExpArgs,
@@ -573,6 +611,10 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+def planes_of_any_shape(weight: Weight, T: int, *_) -> bool:
+    return T > 2 and (weight.kind, weight.group) == ("int4", 128) and weight.width % 512 == 0
+
+
 def layer_errors(
     family: str,
     format: str,
@@ -596,8 +638,10 @@ def layer_errors(
     x, _, context = model.begin(tokens, positions)
     context = context._replace(last=torch.tensor(last or [queries - 1] * batch))
     found = []
+    known = planes_of_any_shape if family.endswith("planes") else fused_layer.takes_planes
     for ratio in ratios if batch * queries > 1 else ratios[:1]:
-        with mock.patch.object(moe_decode, "pair_ratio", lambda *_, ratio=ratio: ratio):
+        replaced = mock.patch.object(moe_decode, "pair_ratio", lambda *_, ratio=ratio: ratio)
+        with replaced, mock.patch.object(fused_layer, "takes_planes", known):
             found += [block_error(block, torch.randn_like(x), context) for block in model.layers]
     return found
 
@@ -1100,9 +1144,13 @@ def main() -> int:
         found["reductions"] = [reduction_errors(Reduction(**values)) for values in cases]
         layers = [Layer(Case(**values)) for values in given.get("dense", ())]
         found["dense"] = [(dense_error(layer), dense_error(layer, edge=True)) for layer in layers]
+        layers = [Layer(Case(**values)) for values in given.get("planes", ())]
+        found["planes"] = [planes_error(layer) for layer in layers]
         found["chosen"] = [choose_of_bits(bits) for bits in given.get("scores", ())]
         found["sharded"] = [sharded_error(*pair) for pair in given.get("sharded", ())]
         print(json.dumps(found))
+    elif "planes" in given:
+        print(json.dumps([plane_lanes(Layer(Case(**values))) for values in given["planes"]]))
     else:
         found = [counts(case) for case in cases]
         print(json.dumps([*found, reduction_code()] if "reductions" in given else found))

@@ -59,9 +59,10 @@ from ops.plain.gated_delta import chunk_in_torch, gated_delta_step
 from ops.plain.mamba2 import ssm_chunk, ssm_step
 from ops.plain.pending import in_place
 from ops.products import experts as moe_decode
-from ops.products import gemv, prompt_rows
+from ops.products import gemv, planes, prompt_rows
+from ops.products.few_tokens import multiply_planes
 from ops.products.tilings import Tiles
-from ops.products.weights import packed_weight
+from ops.products.weights import packed_weight, plain_weight
 from ops.step.rows import RowMemory
 from ops.step.token_draw import GROUPS
 from runtime import host_memory
@@ -79,7 +80,7 @@ from runtime.sampling import NotFiniteError, Sampling
 from runtime.session import Session, SessionOptions
 from runtime.session_prompts import ANYWHERE_CHUNKS, MAX_SHORT_CHUNKS, capture_next
 from runtime.speculation import Speculation
-from tests.delta_kernels_without_gpu import random_few
+from tests.delta_kernels_without_gpu import plane_error, random_few
 from tests.delta_kernels_without_gpu import random_prompt as random_rule
 from tests.mamba_kernels_without_gpu import PUBLISHED
 from tests.mamba_kernels_without_gpu import random_call as random_mamba_call
@@ -1415,6 +1416,44 @@ def test_few_tokens_of_a_delta_layer(padded, accepted, tokens):
     for name, buffer in buffers.items():
         pair = (t[:3].float().unsqueeze(-1)[:, : used.get(name)] for t in (buffer, expected[name]))
         assert delta_benchmark.difference(*pair) < 5e-3, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", (2, 3, 4))
+def test_tokens_of_a_delta_layer_as_planes(tokens):
+    layer, projected, context = random_few(
+        *(1, tokens, 16, 32, 128, 128, 4, None, (3,)), torch.bfloat16
+    )
+    context = context._replace(positions=context.positions.cuda())
+    assert plane_error(layer.cuda(), projected.cuda(), context) < 5e-3  # y is rounded to bf16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", (2, 3, 4))
+@pytest.mark.parametrize("mode", ("int4", "int8"))
+@pytest.mark.parametrize(("out", "width"), ((528, 512), (12288, 2048), (2048, 4096)))
+def test_products_of_planes(out, width, mode, tokens):
+    """Compare with fp64: with a norm and a narrow weight beside, and with a residual."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    plain, group = normal(out, width) * width**-0.5, 128 if mode == "int4" else 16
+    parts = FORMATS[mode].pack(plain, group)
+    weight = packed_weight(list(parts.values()), FORMATS[mode].kind, group)
+    plain = FORMATS[mode].unpack(parts, group).double()
+    x, norm, narrow = (normal(*n, width).bfloat16() for n in ((tokens,), (), (64,)))
+    y, beside = (torch.empty(tokens, n, device="cuda") for n in (out, 64))
+    made = planes.make_planes(x, norm, weight)
+    multiply_planes(made, weight, y, eps=1e-6, beside=(plain_weight(narrow), beside))
+    scaled, exact = x.double() * norm.double(), x.double()
+    normed = scaled * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    close(y, normed @ plain.T, 3e-4)
+    close(beside, normed @ narrow.double().T, 5e-3)  # x times the norm's weight is rounded
+    residual = normal(tokens, out)
+    multiply_planes(made._replace(squares=None), weight, y, residual, scale=0.5)
+    close(y, 0.5 * scaled @ plain.T + residual, 3e-4)
 
 
 @torch.no_grad()

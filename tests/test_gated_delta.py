@@ -195,9 +195,10 @@ def without_a_gpu(**variables: str) -> dict:
 def test_the_kernels_compute_what_the_plain_forms_do():
     errors = without_a_gpu(TRITON_INTERPRET="1")
     assert max(errors.pop("kimi, with products")) < 1e-2  # bf16
-    assert len(errors) == 53
+    assert len(errors) == 55
     for case, found in errors.items():  # the order of sums of g differs
-        assert max(found) < (2e-2 if case.endswith("bf16") else 2e-5), (case, found)
+        most = 2e-2 if case.endswith("bf16") else 2e-4 if case.endswith("planes") else 2e-5
+        assert max(found) < most, (case, found)
 
 
 @pytest.mark.slow

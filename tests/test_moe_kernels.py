@@ -584,6 +584,34 @@ def test_the_machine_code_of_several_tokens_multiplies_on_tensor_cores():
         assert found["dense"]["ahead" if format in wide else "all_ahead"] >= 4, found
 
 
+PLANES = (
+    {"format": "int4", "D": 512, "I": 128, "group": 128, "tokens": 2},
+    {"format": "int4", "D": 1024, "I": 128, "group": 128, "tokens": 4},
+    {"format": "int8", "D": 512, "I": 64, "tokens": 3},
+)
+
+
+@pytest.mark.slow
+def test_a_layer_with_planes_is_the_blocks_own():
+    check_layers(*(("qwen3_next, planes", "int4", *case) for case in ((1, 3), (1, 4, (2,)))))
+
+
+@pytest.mark.slow
+def test_products_of_planes():
+    """The interpreter cuts bf16 off."""
+    planes = [values | {"E": 1, "A": 1} for values in PLANES]
+    errors = run({"cases": [], "planes": planes}, TRITON_INTERPRET="1")["planes"]
+    assert len(errors) == 3 and max(errors) < 8e-3, errors
+
+
+@pytest.mark.slow
+def test_planes_have_the_lanes_of_tensor_cores():
+    """The instruction knows no tensors: lane n has to have the n-th of 32 neighbors."""
+    lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]]"
+    for layouts in run({"cases": [], "planes": [values | {"E": 1, "A": 1} for values in PLANES]}):
+        assert len(layouts) == 1 and lanes in layouts[0], layouts
+
+
 @pytest.mark.slow
 def test_the_machine_code_of_two_tiles_of_tokens_exchanges_sums_alone():
     """On an H200: x goes from memory to the lanes that multiply it, in every step."""

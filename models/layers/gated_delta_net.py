@@ -20,12 +20,20 @@ from models.layers.pending_state import (
     RecurrentLayer,
 )
 from models.tensors import Recipes, conv_recipe, copy_of
-from ops.attention.delta import delta_tokens, kernels_support, settle, take_in_pending
+from ops.attention.delta import (
+    delta_tokens,
+    kernels_support,
+    launch_tokens,
+    settle,
+    stores_planes,
+    take_in_pending,
+)
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import DeltaWeights
 from ops.attention.recurrent_parts import gated_rms_norm
 from ops.plain.gated_delta import gated_delta_step, masked_gates_in_torch
 from ops.plain.pending import in_place
+from ops.products.planes import Planes
 
 
 class DeltaSizes(NamedTuple):
@@ -82,12 +90,18 @@ class DeltaRuleLayer(RecurrentLayer):
     def has_kernels(self) -> bool:
         return kernels_support(self.state.state)
 
-    def run_kernels(self, qkv: Tensor, gates: list[Tensor], context: Context) -> Tensor:
-        """qkv [B, Q, N], gates as in `delta_tokens` -> [B, Q, H Cv]."""
+    def run_kernels(
+        self, qkv: Tensor, gates: list[Tensor], context: Context, planes: Planes | None = None
+    ) -> Tensor | None:
+        """qkv [B, Q, N], gates as in `delta_tokens` -> [B, Q, H Cv]; or stored in `planes`."""
         memory = self.state
         tokens = qkv, gates, memory.state, memory.pending(), [*self.weights()]
         place = context.positions, context.last, memory.arrivals
-        return delta_tokens(*tokens, *place, self.norm.eps, self.gate == "sigmoid")
+        rest = self.norm.eps, self.gate == "sigmoid"
+        if planes is not None:
+            launch_tokens(*tokens, *place, *rest, planes)
+            return None
+        return delta_tokens(*tokens, *place, *rest)
 
     def run_plainly(self, qkv: Tensor, ba: Tensor, gate: Tensor, context: Context) -> Tensor:
         """The same, with b and a as one tensor [B, Q, `sizes.gates`]. gate: the output's."""
@@ -119,9 +133,16 @@ class DeltaNet(DeltaRuleLayer):
         self.norm = RMSNorm(sizes.value_dim, args.norm_eps)
         self.wout = Linear(values, args.dim)
 
-    def mix_few(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
+    def stores_planes(self, queries: int) -> bool:
+        """Whether `mix_few` can store a call of this many tokens of each sequence as planes."""
+        return not self.by_place and stores_planes(self.sizes, queries)
+
+    def mix_few(
+        self, qkvz: Tensor, ba: Tensor, context: Context, planes: Planes | None = None
+    ) -> Tensor | None:
         qkv, gate = self.split_gate(qkvz)
-        return self.in_order(self.run_kernels(qkv, [*ba.chunk(2, -1), gate], context))
+        y = self.run_kernels(qkv, [*ba.chunk(2, -1), gate], context, planes)
+        return y if y is None else self.in_order(y)
 
     def mix(self, qkvz: Tensor, ba: Tensor, context: Context) -> Tensor:
         """qkvz [B, Q, N + H Cv], ba [B, Q, 2 H] -> [B, Q, H Cv]: all between the projections."""

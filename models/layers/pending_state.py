@@ -267,9 +267,9 @@ class RecurrentLayer(nn.Module):
         """Whether `mix` runs them: in compiled code. Eager code keeps the reference."""
         return torch.compiler.is_compiling() and self.takes(projected, context)
 
-    def fused_core(self, projected: Tensor, context: Context) -> Tensor:
+    def fused_core(self, projected: Tensor, context: Context, *planes) -> Tensor:
         """`core` by kernels alone, without the compiler."""
-        return self.mix_few(*self.split(projected), context)
+        return self.mix_few(*self.split(projected), context, *planes)
 
 
 class RecurrentTransformer(Transformer):

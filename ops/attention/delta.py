@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.delta_chunk import prepare_few, read_few
+from ops.attention.delta_joint import decay_and_share, load_before, read_joint
 from ops.attention.delta_prompt import gated_delta_chunk
 from ops.attention.delta_state import (
     WARPS,
@@ -43,8 +44,6 @@ from ops.attention.delta_state import (
     memory_row,
     norm_head,
     read_and_update,
-    read_together,
-    softplus,
     sum_past,
     tile_places,
     with_even_rows,
@@ -52,6 +51,7 @@ from ops.attention.delta_state import (
 from ops.inductor import custom_op
 from ops.launch import await_previous, can_launch, check_shapes, jit, launch, tl
 from ops.plain.pending import take_in_plain
+from ops.products.planes import GROUP, Planes
 from ops.sizes import pow2
 
 # Two to MOST_JOINT tokens are read at once in registers, LEAST_CHUNK and more are a chunk on tensor
@@ -101,11 +101,6 @@ def _find_pending(pending, row, token, head, s: tl.constexpr):
 
 
 @jit
-def _decay_and_share(b, a, rate, bias):
-    return tl.exp(-rate * softplus(a.to(tl.float32) + bias)), tl.sigmoid(b.to(tl.float32))
-
-
-@jit
 def _load_token(qkv, found, keys, values, token, s: tl.constexpr):
     """Load a token's inputs of q and k, of v, its output's gate, b and a. found: `_find_gates`."""
     qkv += token * s.row
@@ -122,7 +117,7 @@ def _take_token(loaded, old, sums, taps, factors, s: tl.constexpr):
     q and k, and of v. factors: the decay's rate and bias, the norm's weight.
     """
     new_keys, new_values, gate, b, a = loaded
-    decay, share = _decay_and_share(b, a, factors[0], factors[1])
+    decay, share = decay_and_share(b, a, factors[0], factors[1])
     qk = convolve(new_keys, sums[0], taps[0], s)
     v = convolve(new_values, sums[1], taps[1], s)
     factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
@@ -158,73 +153,6 @@ def _read_tokens(
     zeros = tl.zeros_like(values).to(DTYPE)
     for token in range(count, tokens):
         tl.store(y + token * STRIDE, zeros, mask=is_first)
-
-
-@jit
-def _load_before(newest, values, taps, lane_row, s: tl.constexpr):
-    """Load what `_read_together` takes of v's inputs before a call, which begin at `newest`.
-
-    Return one of them for each lane row, and the convolution's sums over those before its token.
-    """
-    past = tl.load(newest + tl.minimum(lane_row, s.width - 2) * s.channels + values)
-    total, token = 0.0, tl.minimum(lane_row, s.joint - 1)
-    for n in tl.static_range(s.width - 1):
-        x = newest + (token + n) * s.channels + values
-        x = tl.load(x, mask=token + n < s.width - 1, other=0.0)
-        total += as_tile(x, s).to(tl.float32) * taps[n]
-    return past, total
-
-
-@jit
-def _read_together(
-    qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s: tl.constexpr
-):
-    """Do for the S tokens of `s.joint` what `_read_tokens` does for one after the other.
-
-    Lane rows, which have the same columns, divide the tokens' v, gates and results: those past the
-    last token have it, too. Store the tokens' inputs, those of q and k if `moves_keys`. past: the
-    inputs of q and k, those of `_load_before`. kept: the window, then as in `_read_tokens`. places:
-    channels of q and k, of v, and lane rows.
-    """
-    STRIDE: tl.constexpr = s.heads * s.value_dim
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    keys, values, lane_row = places
-    key_inputs, value_past, value_sum = past
-    own = tl.minimum(lane_row, s.joint - 1)
-    gates, tokens = (), ()
-    for n in tl.static_range(s.joint):
-        key_inputs = key_inputs + (tl.load(qkv + n * s.row + keys),)
-        gates = gates + ((tl.load(found[0] + n * s.b_row), tl.load(found[1] + n * s.a_row)),)
-    new = tl.load(qkv + own * s.row + values)
-    for n in tl.static_range(s.width - 1):
-        before = own + (n - s.width + 1)
-        x = tl.load(qkv + before * s.row + values, mask=before >= 0, other=0.0)
-        value_sum += as_tile(x, s).to(tl.float32) * taps[1][n]
-    gate = as_tile(tl.load(found[2] + own * s.output_row + values), s).to(tl.float32)
-    v = convolve(new, value_sum, taps[1], s)
-    factor = tl.sigmoid(gate) if s.sigmoid_gate else tl.sigmoid(gate) * gate  # or SiLU
-    for n in tl.static_range(s.joint):
-        key_sum = sum_past(key_inputs[n:], taps[0], 0.0, s)
-        qk = convolve(key_inputs[n + s.width - 1], key_sum, taps[0], s)
-        decay, share = _decay_and_share(gates[n][0], gates[n][1], factors[0], factors[1])
-        of_token = tl.sum(tl.where(as_tile(lane_row, s) == n, v, 0.0), 2, keep_dims=True)
-        tokens = tokens + ((qk, of_token, decay, share),)
-    outs = read_together(old, tokens, s)
-    if real > 0:  # all threads have read the old ones
-        for n in tl.static_range(s.joint):
-            tl.store(kept[1] + n * s.gates, gates[n][0])
-            tl.store(kept[2] + n * s.gates, gates[n][1])
-        kept_values = kept[0] + lane_row * s.channels + values
-        tl.store(kept_values, value_past, mask=lane_row < s.width - 1)
-        tl.store(kept_values + (s.width - 1) * s.channels, new, mask=lane_row < s.joint)
-        if moves_keys:
-            keep_inputs(kept[0], key_inputs, None, keys, 0, None, s)
-    out = outs[s.joint - 1]
-    for n in tl.static_range(s.joint - 1):
-        out = tl.where(as_tile(lane_row, s) == n, outs[n], out)
-    out = tl.reshape(norm_head(out, factor * factors[2], s, DTYPE), values.shape)
-    out = tl.where(real > 0, out, 0.0)
-    tl.store(y + lane_row * STRIDE, out.to(DTYPE), mask=lane_row < s.joint)
 
 
 # Grid [H, B]. State, pending tokens, weights, position and last are loaded before the wait for the
@@ -281,7 +209,7 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
         qk = convolve_stored(inputs + keys, key_taps, s)
         v = convolve_stored(inputs + values, value_taps, s)
         b, a = _find_pending(pending, row, token, head, s)
-        decay, share = _decay_and_share(tl.load(b), tl.load(a), rate, bias)
+        decay, share = decay_and_share(tl.load(b), tl.load(a), rate, bias)
         _, old = read_and_update(old, qk, v, decay, share, s)
         read ^= qk.to(tl.int32, bitcast=True)
     if not s.is_one:  # noqa: SIM102  (known at compile time)
@@ -291,7 +219,7 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
     key_inputs = load_past(newest, keys, s)
     key_past = sum_past(key_inputs, key_taps, 0.0, s)
     if s.joint > 0:
-        value_inputs, value_past = _load_before(newest, values, value_taps, lane_row, s)
+        value_inputs, value_past = load_before(newest, values, value_taps, lane_row, s)
     else:
         value_inputs = load_past(newest, values, s)
         value_past = sum_past(value_inputs, value_taps, 0.0, s)
@@ -311,7 +239,8 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
     if qkv is not None:
         qkv += sequence * tokens * s.row
         found = _find_gates(gates, sequence, tokens, head, s)
-        y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
+        if s.plane_tokens == 0:
+            y += (sequence * tokens * H + head) * CV + (0 if s.own > 0 else columns)
     begin, changes = place * 0, True
     if s.is_one:
         DTYPE: tl.constexpr = y.dtype.element_ty
@@ -332,9 +261,7 @@ def _update_heads(qkv, gates, memory, arrivals, y, tokens, s: tl.constexpr, PDL:
         elif s.joint > 0:
             past, places = (key_inputs, value_inputs, value_past), (keys, values, lane_row)
             kept = window, kept[0], kept[1]
-            _read_together(
-                qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s
-            )
+            read_joint(qkv, found, y, old, past, taps, factors, places, kept, real, moves_keys, s)
         else:
             past = key_inputs, value_inputs
             _read_tokens(qkv, found, y, old, past, taps, factors, places, kept, real, tokens, s)
@@ -359,8 +286,7 @@ def _settle_heads(memory, arrivals, offsets, s: tl.constexpr):
     _update_heads(None, None, memory, arrivals, None, 1, s, False)
 
 
-@custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
-def delta_tokens(
+def launch_tokens(
     qkv: Tensor,
     gates: list[Tensor],
     state: Tensor,
@@ -371,11 +297,13 @@ def delta_tokens(
     arrivals: Tensor,
     eps: float,
     sigmoid_gate: bool = False,
-) -> Tensor:
+    planes: Planes | None = None,
+) -> Tensor | None:
     """Do all between the projections of a Gated DeltaNet layer, for T tokens of each sequence.
 
     qkv [B, T, N]: q, k and v before the convolution. gates: a `Gates`. weights: a `DeltaWeights`.
-    eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H Cv].
+    eps: of the gated norm. sigmoid_gate: its activation, else SiLU. Return [B, T, H Cv]; or store
+    that in planes of B T tokens, if `stores_planes` says so.
 
     The real tokens are those up to index last [B] (`model.Context.last`); None: all. positions
     int64 [B, T]. state fp32 [B, H, Ck, Cv] takes in the pending tokens before them, in place, and
@@ -403,10 +331,39 @@ def delta_tokens(
     s = DeltaSettings(K, H, CK, CV, W, eps, T == 1, M, decays > H, *rows, sigmoid_gate)
     s = replace(s, **chunk_of(T, s, qkv.dtype))
     memory = Memory(state, Pending(*pending), DeltaWeights(*weights), positions.contiguous(), last)
-    y = qkv.new_empty(B, T, H * CV)
-    tensors = qkv, Gates(*own), memory, arrivals, y
+    if planes is not None:
+        s = replace(s, plane_tokens=B * T)
+    y = qkv.new_empty(B, T, H * CV) if planes is None else None
+    tensors = qkv, Gates(*own), memory, arrivals, planes or y
     launch(_update_heads, (H, B), *tensors, T, settings=s, warps=WARPS)
     return y
+
+
+@custom_op("moe_fast::delta_tokens", mutates_args=("state", "pending", "arrivals"))
+def delta_tokens(
+    qkv: Tensor,
+    gates: list[Tensor],
+    state: Tensor,
+    pending: list[Tensor],
+    weights: list[Tensor],
+    positions: Tensor,
+    last: Tensor | None,
+    arrivals: Tensor,
+    eps: float,
+    sigmoid_gate: bool = False,
+) -> Tensor:
+    """`launch_tokens` without planes, as an operator."""
+    tokens = qkv, gates, state, pending, weights
+    return launch_tokens(*tokens, positions, last, arrivals, eps, sigmoid_gate)
+
+
+def stores_planes(sizes: NamedTuple, tokens: int) -> bool:
+    """Whether a layer of these `DeltaSizes` stores planes of this many tokens of a sequence.
+
+    Those that are read at once, of heads that are a group each.
+    """
+    s = DeltaSettings(*sizes, eps=0.0, is_one=tokens == 1, most=tokens, channel_decay=False)
+    return sizes.value_dim == GROUP and "joint" in chunk_of(tokens, s, torch.bfloat16)
 
 
 def chunk_of(tokens: int, s: DeltaSettings, dtype: torch.dtype) -> dict:

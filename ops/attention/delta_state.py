@@ -81,6 +81,7 @@ class DeltaSettings:
     sigmoid_gate: bool = False  # the output gate's activation; else SiLU
     own: int = 0  # most tokens of a call, which are one chunk; 0: one after the other
     joint: int = 0  # tokens of a call that are read at once; 0: one after the other
+    plane_tokens: int = 0  # T of `planes.Planes`, in which results are stored; 0: they are not
     precision: str = "tf32"  # `PRECISION` of ops/attention/delta_prompt.py, of a chunk's products
 
     # A token's numbers in `Pending.gates`.
@@ -166,7 +167,7 @@ def _add_five(a, b, c, d, e, f, g, h, i, j):
 
 
 @jit
-def _channel_pair(x, s: tl.constexpr):
+def channel_pair(x, s: tl.constexpr):
     """x [copies 2 Ck] as in `key_channels` -> its two numbers for each channel, [Ck] each."""
     if s.copies == 2:
         x, _ = tl.split(tl.trans(tl.reshape(x, [2, 2 * s.key_dim])))
@@ -174,7 +175,7 @@ def _channel_pair(x, s: tl.constexpr):
 
 
 @jit
-def _like_state(x, old, s: tl.constexpr):
+def like_state(x, old, s: tl.constexpr):
     """A number for each channel of a key [Ck] -> for all numbers of the state."""
     shape: tl.constexpr = [s.key_dim // s.lane_rows, 1, s.lane_rows, 1]
     return tl.broadcast_to(tl.reshape(x, shape), old.shape)
@@ -193,70 +194,17 @@ def read_and_update(old, qk, v, decay, share, s: tl.constexpr):
 
     decay: of the head; or, as q and k, twice that of each channel, which the state takes at once.
     """
-    q, k = _channel_pair(qk, s)
-    q, k = _like_state(q, old, s), _like_state(k, old, s)
+    q, k = channel_pair(qk, s)
+    q, k = like_state(q, old, s), like_state(k, old, s)
     if s.channel_decay:
-        decay, _ = _channel_pair(decay, s)
-        old, decay = old * _like_state(decay, old, s), 1.0
+        decay, _ = channel_pair(decay, s)
+        old, decay = old * like_state(decay, old, s), 1.0
     sums = (k * old, q * old, q * q, k * k, q * k)
     sums = tl.reduce(sums, 0, _add_five, keep_dims=True)
     k_read, q_read, qq, kk, qk = tl.reduce(sums, 2, _add_five, keep_dims=True)
     q_factor, k_factor = tl.rsqrt(qq + 1e-6) * s.key_dim**-0.5, tl.rsqrt(kk + 1e-6)
     correction = (v - decay * k_factor * k_read) * (share * k_factor)
     return q_factor * (decay * q_read + qk * correction), decay * old + k * correction
-
-
-@jit
-def _add_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@jit
-def read_together(old, tokens, s: tl.constexpr):
-    """Return what each of up to four tokens reads from the state, a tuple. old: before the first.
-
-    tokens: of each q and k, v, decay and share, as of `read_and_update`.
-
-    Sums over rows are of `old`, and of q and k of two tokens: none waits for another token. Each
-    token's correction then changes the reads of later ones, as it would change the state:
-    q (decay S + k correction) = decay (q S) + (q . k) correction. Three products of q and k are
-    summed beside one with the state, so that they have its layout.
-    """
-    keys, reads, products = (), (), ()
-    for t in tl.static_range(s.joint):  # a token's products begin at t (t + 2)
-        q, k = _channel_pair(tokens[t][0], s)
-        q, k = _like_state(q, old, s), _like_state(k, old, s)
-        keys, reads, products = keys + (k,), reads + (k * old, q * old), products + (q * q,)
-        for n in tl.static_range(t + 1):
-            products = products + (k * keys[n], q * keys[n])
-    for _ in tl.static_range(s.joint * (4 - s.joint)):
-        products = products + (products[0],)
-    k_reads, q_reads, sums = (), (), ()
-    for n in tl.static_range(2 * s.joint):
-        found = (reads[n], products[3 * n], products[3 * n + 1], products[3 * n + 2])
-        found = tl.reduce(found, 0, _add_four, keep_dims=True)
-        found = tl.reduce(found, 2, _add_four, keep_dims=True)
-        sums = sums + found[1:]
-        if n % 2 == 0:
-            k_reads = k_reads + found[:1]
-        else:
-            q_reads = q_reads + found[:1]
-    outs = ()
-    for n in tl.static_range(s.joint):
-        v, decay, share = tokens[n][1], tokens[n][2], tokens[n][3]
-        q_factor = tl.rsqrt(sums[n * (n + 2)] + 1e-6) * s.key_dim**-0.5
-        k_factor = tl.rsqrt(sums[n * (n + 4) + 1] + 1e-6)
-        correction = (v - decay * k_factor * k_reads[0]) * (share * k_factor)
-        later_k, later_q = (), ()
-        for t in tl.static_range(n, s.joint):
-            later_k = later_k + (
-                decay * k_reads[t - n] + sums[t * (t + 2) + 1 + 2 * n] * correction,
-            )
-            later_q = later_q + (
-                decay * q_reads[t - n] + sums[t * (t + 2) + 2 + 2 * n] * correction,
-            )
-        outs, k_reads, q_reads = outs + (q_factor * later_q[0],), later_k[1:], later_q[1:]
-    return outs
 
 
 @jit

@@ -16,6 +16,13 @@ from ops.products.codes import activate
 from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, multiply_steps
+from ops.products.planes import (
+    MOST_TOKENS,
+    Planes,
+    load_codes,
+    load_planes,
+    multiply_codes,
+)
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
 from ops.products.weights import DIGITS, GGUF, Weight, WeightTensors
@@ -44,6 +51,8 @@ class DenseSettings(FewSettings):
     early: bool = False  # the next kernel starts at once
     narrow: int = 0  # rows of another weight that is multiplied by the same x
     narrow_stride: int = 0  # between rows of that product
+    planes: bool = False  # x is `Planes`
+    eps: float = 0.0  # added to the mean square of x, if planes have squares
 
     padded = property(lambda s: pow2(s.width))
     # Tokens whose x `_multiply_row` holds at once.
@@ -102,10 +111,38 @@ def _multiply_block(x, residual, weights, bias, y, program, s: tl.constexpr, PDL
     tl.store(y + token * s.stride + rows, result.to(y.dtype.element_ty), mask=stores)
 
 
+# `_multiply_block` for x that is `Planes`.
+@jit
+def _multiply_planes(x, residual, weights, y, program, s: tl.constexpr, PDL: tl.constexpr):
+    loaded, lane = (), tl.arange(0, 32)
+    token, stores = lane % 4, lane % 4 < s.tokens
+    for n in tl.static_range(s.stored // 16):
+        loaded = loaded + (load_codes(weights, program * s.stored + n * 16, s),)
+    await_previous(PDL, s.early)
+    tokens = load_planes(x, s)
+    for n in tl.static_range(s.stored // 16):
+        first, second, square = multiply_codes(loaded[n], tokens, s)
+        rows = program * s.stored + n * 16 + lane // 4
+        if s.kind == "int8":
+            first *= tl.load(weights.scale + rows).to(tl.float32)
+            second *= tl.load(weights.scale + rows + 8).to(tl.float32)
+        factor = s.scale
+        if x.squares is not None:
+            factor *= tl.rsqrt(square / s.width + s.eps)
+        first, second = first * factor, second * factor
+        if residual is not None:
+            add = residual + token * s.out + rows
+            first += tl.load(add, mask=stores, other=0.0).to(tl.float32)
+            second += tl.load(add + 8, mask=stores, other=0.0).to(tl.float32)
+        place = y + token * s.stride + rows
+        tl.store(place, first.to(y.dtype.element_ty), mask=stores)
+        tl.store(place + 8, second.to(y.dtype.element_ty), mask=stores)
+
+
 # One row of a 16-bit weight times the tokens of the only block, in registers: on tensor cores 16
 # rows would be one program, whose loads of x wait for each other.
 @jit
-def _multiply_row(x, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
+def _multiply_row(x, squares, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
     number = tl.arange(0, s.padded)
     inside = number < s.width
     numbers = tl.load(weight + row * s.width + number, mask=inside, other=0.0)
@@ -116,6 +153,11 @@ def _multiply_row(x, weight, y, row, s: tl.constexpr, PDL: tl.constexpr):
         tile = x + token[:, None] * s.width + number[None, :]
         tile = tl.load(tile, mask=exists[:, None] & inside[None, :], other=0.0)
         total = tl.sum(tile.to(tl.float32) * numbers.to(tl.float32)[None, :], 1)
+        if squares is not None:
+            group = tl.arange(0, s.padded // 128)[None, :]
+            square = squares + group * s.tokens + token[:, None]
+            square = tl.load(square, mask=exists[:, None] & (group < s.width // 128), other=0.0)
+            total *= tl.rsqrt(tl.sum(square, 1) / s.width + s.eps)
         tl.store(y + token * s.narrow_stride + row, total.to(y.dtype.element_ty), mask=exists)
 
 
@@ -126,10 +168,16 @@ def _down_few(x, residual, weights, bias, y, beside, s: tl.constexpr, PDL: tl.co
     program = tl.program_id(0)
     if s.narrow > 0:
         if program < s.narrow:
-            _multiply_row(x, beside.weight, beside.y, program, s, PDL)
+            if s.planes:
+                _multiply_row(x.plain, x.squares, beside.weight, beside.y, program, s, PDL)
+            else:
+                _multiply_row(x, None, beside.weight, beside.y, program, s, PDL)
             return
         program -= s.narrow
-    _multiply_block(x, residual, weights, bias, y, program, s, PDL)
+    if s.planes:
+        _multiply_planes(x, residual, weights, y, program, s, PDL)
+    else:
+        _multiply_block(x, residual, weights, bias, y, program, s, PDL)
 
 
 @dataclass(frozen=True)
@@ -322,6 +370,39 @@ def settings_of(weight: Weight, tiles: FewTiles, tokens: int, ordered: bool = Fa
         ordered=ordered,
         tokens=tokens,
     )
+
+
+def multiply_planes(
+    x: Planes,
+    weight: Weight,
+    y: Tensor,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
+    beside: tuple[Weight, Tensor] | None = None,
+) -> None:
+    """Store scale * (norm(x) @ weight) + residual in y [T, out]. eps: of the norm, if there is one.
+
+    beside: as of `down_few`, for planes that have the plain x, too.
+    """
+    tiles = FewTiles(*(measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) or (16, 4)))
+    s = DenseSettings(
+        **settings_of(weight, tiles, len(y)),
+        blocks=1,
+        all_tokens=len(y),
+        stride=y.stride(0),
+        scale=scale,
+        planes=True,
+        eps=eps,
+    )
+    programs, others = cdiv(weight.out, tiles.rows), None
+    if beside is not None:
+        narrow, result = beside
+        s = replace(s, narrow=narrow.out, narrow_stride=result.stride(0))
+        programs += narrow.out
+        others = BesideFew(unit_tensors(narrow, x.plain.dtype).codes, result)
+    tensors = x, residual, weight.tensors, None, y, others
+    launch(_down_few, (programs, 1), *tensors, settings=s, **tiles.options)
 
 
 def down_few(
