@@ -989,7 +989,9 @@ def token_error(
         sliding_window=window,
         qk_norm=qk_norm,
     )
-    layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
+    # Scores of 10 or so, whatever C is: exponentials have their rounding error.
+    layer = ReferenceAttention(args, rotary_dim, 2.4 * C**-0.5, sinks)
+    positions = torch.tensor(at)
     positions = positions.unsqueeze(1) + torch.arange(queries)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2
