@@ -14,6 +14,11 @@ This module does not interpret `args` and `format`: it returns them as they were
     python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import json
 import math
 import os

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
+from cli.ctrl_c import INTERRUPTED, end_at_ctrl_c, end_at_once
+
+USER_ERROR = 2  # exit code
 MAX_MESSAGE = 500  # characters
 OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
     "can't allocate memory",
@@ -224,19 +226,6 @@ def termination_raises() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
         if ends_early:
             end_at_ctrl_c()
-
-
-def end_at_ctrl_c() -> None:
-    """From here to main(), let Ctrl-C end the process: inside an import it prints a traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_at_once)  # `termination_raises` restores it
-
-
-def end_at_once(number: int, frame) -> None:
-    """End the process, one line on stderr: a signal handler."""
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED + number)
 
 
 def open_standard_streams() -> None:

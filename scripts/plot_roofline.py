@@ -10,6 +10,11 @@ hollow point is the peer of that run; a line connects both. Light points are oth
 same GPU: "others" in a result, which benchmark.py does not write; docs/roofline.jsonl has them.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import json
 import math

@@ -7,6 +7,11 @@ number of drafts; the line without drafts is plain decoding. Acceptance is that 
 those before it.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import json
 import math
 import sys

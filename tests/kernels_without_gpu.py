@@ -989,8 +989,8 @@ def token_error(
         sliding_window=window,
         qk_norm=qk_norm,
     )
-    # Scores of 10 or so, whatever C is: exponentials have their rounding error.
-    layer = ReferenceAttention(args, rotary_dim, 2.4 * C**-0.5, sinks)
+    # A score's rounding error, which its exponential has, grows with |q| |k|, as C does.
+    layer = ReferenceAttention(args, rotary_dim, 0.3 * 64 / C, sinks)
     positions = torch.tensor(at)
     positions = positions.unsqueeze(1) + torch.arange(queries)
     for parameter in layer.parameters():
