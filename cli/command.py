@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -106,6 +107,8 @@ def command(
                 if not is_out_of_memory(error):
                     if is_compile_error(error):
                         return fail(describe_compile_error(error))
+                    if fix := fix_of_library(error):
+                        return fail(f"{first_line(error)}; {fix}")
                     raise
                 return fail(f"out of memory ({describe_out_of_memory(error)}); {out_of_memory}")
             finally:
@@ -147,6 +150,14 @@ def describe_os_error(error: OSError, place: str = "stdout") -> str:
     cause = error.strerror or str(error)
     where = error.filename if error.filename is not None else place
     return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
+
+
+def fix_of_library(error: BaseException) -> str | None:
+    """Return the fix of an operating system's error that PyTorch names: "...: CAUSE (errno)"."""
+    number = re.search(r": ([^:]+) \((\d+)\)$", first_line(error))
+    if number and os.strerror(int(number[2])) == number[1]:
+        return FIXES.get(int(number[2]))
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

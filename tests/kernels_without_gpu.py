@@ -298,6 +298,7 @@ def grouped_code(
     return {
         "bytes": len(found.asm["cubin"]),
         "shared": found.metadata.shared,
+        "registers": found.metadata.maxnreg,  # the most that are allowed; None: any number
         "spills": found.asm["sass"].count("STL"),
         "products": len(products),
         "overwritten": overwritten(found.asm["ptx"]),

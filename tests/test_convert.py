@@ -796,6 +796,7 @@ BAD = {
     ),
     "a truncated shard": (truncate, "model-00002-of-.* is damaged or truncated"),
     "an index without a map": (writing(INDEX, "{}"), "no weight_map"),
+    "an index without a name": (writing(INDEX, '{"weight_map": {"a": ""}}'), "no weight_map"),
     "a .bin": (lambda d: only(d, ".bin"), "pickle is never loaded"),
     "a .pt": (lambda d: only(d, ".pt"), "pickle is never loaded"),
     "a .pth": (lambda d: only(d, ".pth"), "pickle is never loaded"),
