@@ -54,9 +54,11 @@ class Tuning:
         self.today: dict[Place, AnyTiles] = {}  # what they choose
         self.last: Place | None = None  # the product that is about to be launched
 
-    def choose(self, weight: Weight, quads: int, loads: int, tokens: int = 1, *others) -> Tiles:
+    def choose(
+        self, weight: Weight, quads: int, loads: int, tokens: int = 1, summed: bool = False
+    ) -> Tiles:
         place = place_of(weight, str(loads), tokens, quads)
-        return self.note(place, weight, choose_tiles(weight, quads, loads, tokens, *others))
+        return self.note(place, weight, choose_tiles(weight, quads, loads, tokens, summed))
 
     def choose_dense(self, weight: Weight, tokens: int = TILE) -> FewTiles:
         place = place_of(weight, "dense", tokens)

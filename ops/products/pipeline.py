@@ -347,8 +347,7 @@ def settings_of(
     fields of that kind.
     """
     quads, out = weight.quads * max(experts, 1), weight.out // fields.setdefault("loads", 1)
-    held = fields.get("tokens", 1)
-    tiles = tiles or choose_tiles(weight, quads, fields["loads"], of_tokens, experts > 0, held)
+    tiles = tiles or choose_tiles(weight, quads, fields["loads"], of_tokens, experts > 0)
     rows = min(tiles.rows, pow2(out + 1) // 2)
     programs, each = cdiv(out, rows), 1
     if tiles.stay and not fields.get("early") and fields.get("tokens", 1) == 1:

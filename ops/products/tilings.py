@@ -9,7 +9,7 @@ products in registers, in few_tokens.py and expert_tiles.py for those on tensor 
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -96,8 +96,6 @@ DEFAULTS = {
     ("q8_0", 2): Default(2, 64, 4, chunks=4, stay=True),
     # In layers of Qwen3-30B-A3B the best of 41 for each of these, or nearly so.
     **{(kind, 1): Default(8, 128, 3, waste=3, chunks=1) for kind in ("nvfp4", *GGUF[1:])},
-    # Bits above the codes: three chunks of 8 rows spill.
-    **{(kind, 1): Default(8, 128, 2, waste=3, chunks=1) for kind in ("q5_k", "q6_k")},
     **{(kind, 2): Default(2, 64, 2, waste=3, stay=True) for kind in ("nvfp4", *GGUF[1:])},
 }
 # A head's programs stay, so that fewer of them norm x and make integers of it.
@@ -162,17 +160,14 @@ def measured_fields(weight: Weight, place: Place) -> list[int] | None:
 
 
 def choose_tiles(
-    weight: Weight, quads: int, loads: int, tokens: int = 1, summed: bool = False, held: int = 1
+    weight: Weight, quads: int, loads: int, tokens: int = 1, summed: bool = False
 ) -> Tiles:
     """Return how to divide a product with x of `quads` quads. loads: 2 for gate and up, else 1.
 
-    summed: experts are. The sum of several tokens has more programs, which are smaller. held:
-    tokens that a program multiplies. x of several takes the registers of all chunks but one.
+    summed: experts are. The sum of several tokens has more programs, which are smaller.
     """
     place = place_of(weight, str(loads), tokens, quads)
     found = measured_fields(weight, place)
-    if found is None and held > 1 and weight.fields == 8:
-        return replace(choose_tiles(weight, quads, loads), depth=1)
     if found is None and tokens > 1:
         if summed and (tiles := SEVERAL.get(place.kind, {}).get(min(place.tokens, 8))):
             return tiles
