@@ -86,7 +86,7 @@ def read_results(name: str) -> list[dict]:
         raise ValueError(f"{name}: {why}: give a file that benchmark.py --json made") from None
     try:
         return [check_result(json.loads(text), name)]
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         pass  # not one object: one per line
     results = []
     for n, line in enumerate(text.splitlines(), 1):
@@ -94,7 +94,7 @@ def read_results(name: str) -> list[dict]:
             continue
         try:
             results.append(check_result(json.loads(line), f"{name}, line {n},"))
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             raise ValueError(
                 f"{name}, line {n}, is not JSON: give what benchmark.py --json prints"
             ) from None
