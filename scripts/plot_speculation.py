@@ -23,7 +23,7 @@ from cli.parser import Parser
 from cli.script_options import add_picture
 
 ACCEPTANCE = [n / 50 for n in range(20, 51)]
-MOST_DRAFTS = 1000  # of a pass
+MOST_DRAFTS = 1000  # passes have fewer
 SHADES = "#1a1a1a", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041c3d"
 
 

@@ -48,8 +48,8 @@ def test_what_an_answer_sets_is_not_known_after_it():
 
 LIST = "{% set l = range(9999) | list %}"
 ENDLESS = {
-    "loops": LIST + "{% for a in l %}{% for b in l %}{% endfor %}{% endfor %}",
-    "their text": LIST + "{% for a in l %}{% for b in l %}x{% endfor %}{% endfor %}",
+    "loops": LIST + "{% for x in l %}{% for y in l %}{% endfor %}{% endfor %}",
+    "their text": LIST + "{% for x in l %}{% for y in l %}x{% endfor %}{% endfor %}",
     "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
 }
 
