@@ -10,6 +10,11 @@ experts` shows what a token costs as experts are added: idle ones are never read
 depend on A alone. `--peer hf` measures Hugging Face transformers in the same run.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import json
 import sys

@@ -6,7 +6,8 @@ produces control tokens: see `ChatTemplate.mark`.
 
 import json
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,9 @@ REASONING_MARKERS = ("<think>", "</think>"), ("<|channel>", "<channel|>")
 # Escapes of JSON, the halves of a surrogate pair among them. The group: one without the other.
 HIGH, LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 ESCAPES = re.compile(rf"{HIGH}{LOW}|({HIGH}|{LOW})|\\.")
+MOST_SECONDS = 10  # CPU time of one rendering, which takes milliseconds: longer ones never end
+DEADLINE = "deadline of this rendering"  # a variable that no template can read
+MOST_TEXT = 1 << 28  # characters and items of one product such as 'x' * n
 ASKS_FOR_NONE = re.compile(r"""(?<!\w)content(['"]\s*\])?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
@@ -101,13 +105,17 @@ class ChatTemplate:
 
     @cached_property
     def program(self) -> jinja2.Template:
-        """Compile the template."""
-        return self.environment().from_string(self.source)
+        """Compile the template, whose loops end at the deadline."""
+        environment = self.environment()
+        tree = environment.parse(self.source)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, "timed", [], [], None, None)
+        return environment.from_string(tree)
 
     def environment(self) -> jinja2.Environment:
         """Return jinja2's sandbox with the names that transformers defines: a template is a
         program from a download."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
@@ -115,6 +123,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         environment.filters["tojson"] = _to_json
+        environment.filters["timed"] = _timed
         return environment
 
     def render(self, messages: Iterable[dict], variables: dict) -> str:
@@ -145,7 +154,8 @@ class ChatTemplate:
         messages = [self.message(fields, empty_is_none) for fields in messages]
         if continues:
             mark_end(messages[-1])
-        text = self.program.render(context | {"messages": messages})
+        deadline = time.thread_time() + MOST_SECONDS
+        text = self.program.render(context | {"messages": messages, DEADLINE: deadline})
         return text_until_end(text) if continues else text
 
     def message(self, fields: dict, empty_is_none: bool) -> dict:
@@ -222,6 +232,37 @@ def with_arguments(call: dict) -> dict:
     if not isinstance(members, dict):
         return call
     return call | {"function": function | {"arguments": CallArguments(members, text)}}
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, in which each rendering ends."""
+
+    intercepted_binops = frozenset("*")
+
+    def call(self, context, *arguments, **named):
+        check_deadline(context)
+        return super().call(context, *arguments, **named)
+
+    def call_binop(self, context, operator, left, right):
+        for items, count in ((left, right), (right, left)):
+            size = len(items) if hasattr(items, "__len__") else 0
+            if isinstance(count, int) and size * count > MOST_TEXT:
+                raise OverflowError(f"{size} * {count} characters or items are too many")
+        return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _timed(context, items: Iterable) -> Iterator:
+    """Yield the items of a loop."""
+    for item in items:
+        check_deadline(context)
+        yield item
+
+
+def check_deadline(context) -> None:
+    """Raise TimeoutError after MOST_SECONDS of a rendering."""
+    if time.thread_time() > context[DEADLINE]:
+        raise TimeoutError(f"it did not end in {MOST_SECONDS} s")
 
 
 class _GenerationTag(Extension):

@@ -14,6 +14,11 @@ This module does not interpret `args` and `format`: it returns them as they were
     python checkpoint.py DIR [--verify]     print a summary; --verify reads every file
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import json
 import math
 import os
@@ -309,6 +314,9 @@ class Checkpoint:
             path = shlex.quote(str(directory))
             fix = f"run it as it is: python generate.py --checkpoint_path {path}"
             raise ValueError(f"{directory} is a GGUF file, and no directory; {fix}")
+        if directory.is_file() and (directory.parent / "config.json").is_file():
+            fix = f"give the directory: {directory.parent}"
+            raise ValueError(f"{directory} is one file of a checkpoint; {fix}")
         if not directory.is_dir():
             for path in sorted(directory.parent.glob("model_*")):
                 if is_checkpoint(path):

@@ -3,6 +3,11 @@
 models/converter.py does the work.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import sys
 import time
 

@@ -7,6 +7,11 @@ Perplexity and lm-eval's log-likelihoods both call `score_windows`, with differe
 returns the nats (-ln p) of a window's last tokens, each given all tokens before it.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import json
 import logging

@@ -7,7 +7,7 @@ and `Block.forward` in model.py. With --compile other code runs, on an H100 the 
 docs/design.md, "What runs when".
 """
 
-from cli.command import end_at_ctrl_c
+from cli.ctrl_c import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()

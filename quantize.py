@@ -7,6 +7,11 @@
 formats/quantizer.py does the work.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import shlex
 import sys

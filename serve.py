@@ -5,7 +5,7 @@
 The API is at http://127.0.0.1:8000/v1, a chat page at /. docs/server.md describes both.
 """
 
-from cli.command import end_at_ctrl_c
+from cli.ctrl_c import end_at_ctrl_c
 
 if __name__ == "__main__":
     end_at_ctrl_c()

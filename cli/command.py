@@ -7,15 +7,17 @@ import fcntl
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from cli.ctrl_c import INTERRUPTED, end_at_ctrl_c, end_at_once
 from host import quick_imports
 
-USER_ERROR, INTERRUPTED = 2, 128  # exit codes; the latter plus the signal's number
+USER_ERROR = 2  # exit code
 MAX_MESSAGE = 500  # characters
 OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
     "can't allocate memory",
@@ -107,6 +109,8 @@ def command(
                 if not is_out_of_memory(error):
                     if is_compile_error(error):
                         return fail(describe_compile_error(error))
+                    if fix := fix_of_library(error):
+                        return fail(f"{first_line(error)}; {fix}")
                     raise
                 return fail(f"out of memory ({describe_out_of_memory(error)}); {out_of_memory}")
             finally:
@@ -148,6 +152,14 @@ def describe_os_error(error: OSError, place: str = "stdout") -> str:
     cause = error.strerror or str(error)
     where = error.filename if error.filename is not None else place
     return f"{where}: {cause}; {FIXES.get(error.errno or 0, 'check the path')}"
+
+
+def fix_of_library(error: BaseException) -> str | None:
+    """Return the fix of an operating system's error that PyTorch names: "...: CAUSE (errno)"."""
+    number = re.search(r": ([^:]+) \((\d+)\)$", first_line(error))
+    if number and os.strerror(int(number[2])) == number[1]:
+        return FIXES.get(int(number[2]))
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -227,19 +239,6 @@ def termination_raises() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
         if ends_early:
             end_at_ctrl_c()
-
-
-def end_at_ctrl_c() -> None:
-    """From here to main(), let Ctrl-C end the process: inside an import it prints a traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_at_once)  # `termination_raises` restores it
-
-
-def end_at_once(number: int, frame) -> None:
-    """End the process, one line on stderr: a signal handler."""
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED + number)
 
 
 def open_standard_streams() -> None:

@@ -185,8 +185,9 @@ def save_messages(messages: list[dict], path: Path) -> None:
             why = f"{path} is there and holds no conversation"
             raise ValueError(f"{why}: give another name") from None
     try:
-        replace_text(path, json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
-    except UnicodeEncodeError:  # half of a surrogate pair
-        replace_text(path, json.dumps(messages, indent=1) + "\n")
+        try:
+            replace_text(path, json.dumps(messages, indent=1, ensure_ascii=False) + "\n")
+        except UnicodeEncodeError:  # half of a surrogate pair
+            replace_text(path, json.dumps(messages, indent=1) + "\n")
     except OSError as error:
         raise ValueError(describe_os_error(error, str(path))) from None

@@ -21,7 +21,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from cli.command import command, end_at_ctrl_c
+from cli.command import command
+from cli.ctrl_c import end_at_ctrl_c
 from cli.parser import Parser
 
 Check = Callable[[argparse.Namespace], None]

@@ -161,7 +161,7 @@ def read_record(handle: int, parent: Path) -> tuple[Path, Path] | tuple[None, No
         record = json.loads(os.pread(handle, 4096, 0))
         target, backup = record["target"], record["backup"]
         match = TEMPORARY.fullmatch(backup)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None, None
     if match is None or match[1] != target or "/" in backup:
         return None, None

@@ -81,7 +81,7 @@ def weight_files(
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or any(
-            Path(str(file)).name != file for file in weight_map.values()
+            not file or Path(str(file)).name != file for file in weight_map.values()
         ):
             raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
         files = sorted(set(weight_map.values()))

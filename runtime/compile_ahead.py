@@ -110,7 +110,7 @@ def keys_file() -> Path:
 
 def read_keys() -> None:
     """Let kernels take the keys that they had in an earlier run of the same sources."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
         found = json.loads(keys_file().read_text())
         if found["sources"] == sources():
             known_keys.update(found["keys"])

@@ -130,9 +130,12 @@ class TextSettings:
 
 
 def check_stop(stop: Sequence[str]) -> None:
-    """Raise ValueError for a stop text that every answer begins with."""
+    """Raise ValueError for a stop text that every answer begins with, or that none can have."""
     if "" in stop:
         raise ValueError("--stop '' would end every answer before it begins: give it some text")
+    for text in stop:
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"--stop {text!r} is not valid Unicode: give it as UTF-8")
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> int | None:

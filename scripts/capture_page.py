@@ -5,6 +5,11 @@ and compares two files of generate.py --save_routing. It needs chromium and chro
 apt-get install chromium-driver
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import base64
 import json

@@ -13,6 +13,11 @@ transformers' largest absolute value. Then both models continue the prompt greed
 timed per token. The exit code is 1 if they differ. Needs transformers.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import itertools
 import json

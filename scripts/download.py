@@ -7,6 +7,11 @@ a dropped connection. After an interruption, run the command again: it keeps com
 a model of the Hub, `generate.py --model OWNER/NAME` is enough; hub/client.py does the work.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import shlex
 import sys
 

@@ -9,6 +9,11 @@ as a mean over tokens (at most log2 A). A token's experts are those of the forwa
 reads it. stdout has the picture's name, or with --json the numbers.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import json
 import math

@@ -10,6 +10,11 @@ hollow point is the peer of that run; a line connects both. Light points are oth
 same GPU: "others" in a result, which benchmark.py does not write; docs/roofline.jsonl has them.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import json
 import math
@@ -81,7 +86,7 @@ def read_results(name: str) -> list[dict]:
         raise ValueError(f"{name}: {why}: give a file that benchmark.py --json made") from None
     try:
         return [check_result(json.loads(text), name)]
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         pass  # not one object: one per line
     results = []
     for n, line in enumerate(text.splitlines(), 1):
@@ -89,7 +94,7 @@ def read_results(name: str) -> list[dict]:
             continue
         try:
             results.append(check_result(json.loads(line), f"{name}, line {n},"))
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             raise ValueError(
                 f"{name}, line {n}, is not JSON: give what benchmark.py --json prints"
             ) from None

@@ -7,6 +7,11 @@ number of drafts; the line without drafts is plain decoding. Acceptance is that 
 those before it.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import json
 import math
 import sys
@@ -18,6 +23,7 @@ from cli.parser import Parser
 from cli.script_options import add_picture
 
 ACCEPTANCE = [n / 50 for n in range(20, 51)]
+MOST_DRAFTS = 1000  # passes have fewer
 SHADES = "#1a1a1a", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041c3d"
 
 
@@ -38,6 +44,8 @@ def read_result(path: Path) -> dict:
     times = [ms for rows in passes.values() for ms in rows.values()]
     if not times or not all(0 < ms < math.inf for ms in times):
         raise ValueError(f"{path} has no times: {advice}")
+    if not all(0 <= drafts <= MOST_DRAFTS for rows in passes.values() for drafts in rows):
+        raise ValueError(f"{path} has passes of absurdly many drafts: {advice}")
     return texts | {"passes": passes}
 
 

@@ -7,6 +7,11 @@ kernel starts while the previous one ends, loads what that does not write, and w
 kernel of the next layer ends the picture.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import json
 import math
 import re

@@ -13,7 +13,7 @@
 # is model_mxfp4 or model_fp8b instead of model_bf16.
 set -euo pipefail
 
-usage="usage: scripts/prepare.sh OWNER/NAME [int8|fp8|fp8b|int4|mxfp4|hqq4|hqq3|hqq2]
+usage="usage: scripts/prepare.sh OWNER/NAME [FORMAT]
 example: scripts/prepare.sh mistralai/Mixtral-8x7B-Instruct-v0.1 int4"
 case "${1:-}" in
     -h | --help) echo "$usage"; exit 0 ;;
@@ -21,11 +21,7 @@ case "${1:-}" in
     *) echo "error: give a repository's name as OWNER/NAME; ${usage%%$'\n'*}" >&2; exit 2 ;;
 esac
 model=$1
-case "${2:-bf16}" in
-    bf16) ;; # the published format
-    int8 | fp8 | fp8b | int4 | mxfp4 | hqq4 | hqq3 | hqq2) model=$1:$2 ;;
-    *) echo "error: $2 is no number format; ${usage%%$'\n'*}" >&2; exit 2 ;;
-esac
+if [ "${2:-bf16}" != bf16 ]; then model=$1:$2; fi # bf16: the published format
 if [ $# -gt 2 ]; then echo "error: too many arguments; ${usage%%$'\n'*}" >&2; exit 2; fi
 
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -11,6 +11,11 @@ Default: the embedded model and its held-out text. --output_dir also draws the f
 --profile writes how often each expert was chosen.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import bisect
 import json

@@ -11,6 +11,11 @@ tokenizer, heldout.txt (text excluded from training) and a README.md with the me
 Shapes: B sequences, S positions, V vocabulary, L layers, E experts, A active experts.
 """
 
+from cli.ctrl_c import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import argparse
 import copy
 import importlib

@@ -298,6 +298,7 @@ def grouped_code(
     return {
         "bytes": len(found.asm["cubin"]),
         "shared": found.metadata.shared,
+        "registers": found.metadata.maxnreg,  # the most that are allowed; None: any number
         "spills": found.asm["sass"].count("STL"),
         "products": len(products),
         "overwritten": overwritten(found.asm["ptx"]),
@@ -989,7 +990,9 @@ def token_error(
         sliding_window=window,
         qk_norm=qk_norm,
     )
-    layer, positions = ReferenceAttention(args, rotary_dim, 0.3, sinks), torch.tensor(at)
+    # A score's rounding error, which its exponential has, grows with |q| |k|, as C does.
+    layer = ReferenceAttention(args, rotary_dim, 0.3 * 64 / C, sinks)
+    positions = torch.tensor(at)
     positions = positions.unsqueeze(1) + torch.arange(queries)
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) * 0.2

@@ -571,6 +571,7 @@ def test_the_roofline_is_drawn(tmp_path):
         (f"{json.dumps(RESULT)}\n{{", "line 2"),
         ("", "is empty"),
         ("[]", "not a result"),
+        ("[" * 100_000, "is not JSON"),
         ('{"sweep": []}', "without --sweep"),
         (json.dumps(RESULT | {"tok_s": 0}), "not a result"),
         (json.dumps(RESULT | {"fraction": float("nan")}), "not a result"),
@@ -625,6 +626,7 @@ def test_what_drafts_give_is_drawn(tmp_path):
         json.dumps(DRAFTS | {"passes": {}}),
         json.dumps(DRAFTS | {"passes": {"lookup": [{"drafts": 0, "ms": 0}]}}),
         json.dumps(DRAFTS | {"passes": {"lookup": [{"drafts": 0, "ms": float("inf")}]}}),
+        json.dumps(DRAFTS | {"passes": {"lookup": [{"drafts": 1e300, "ms": 1.0}]}}),
         json.dumps({"passes": PASSES}),
     ),
 )

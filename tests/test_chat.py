@@ -17,6 +17,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
+import cli.conversation
 import cli.terminal
 from cli.answer_printer import AnswerPrinter
 from cli.chat import COMMANDS, Chat, greeting, read_requests, split_command
@@ -116,6 +117,17 @@ def test_a_conversation_is_saved_and_loaded(tmp_path):
     save_messages([{**USER, "content": "\udc80"}], path)  # a byte of the terminal that is no text
     assert load_messages(path)[0]["content"] == "\ufffd", "no tokenizer takes the byte"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_conversation_that_no_disk_takes_is_one_line(tmp_path, monkeypatch):
+    def full(path: Path, text: str) -> None:
+        text.encode()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(cli.conversation, "replace_text", full)
+    for message in (USER, {**USER, "content": "\udc80"}):
+        with pytest.raises(ValueError, match="No space left on device; free some space"):
+            save_messages([message], tmp_path / "chat.json")
 
 
 @pytest.mark.parametrize(

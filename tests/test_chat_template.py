@@ -10,6 +10,7 @@ import pytest
 from test_reasoning import GEMMA_MARKERS, make_tokenizer
 from transformers import AutoTokenizer
 
+import chat_template
 from chat_template import ChatTemplate
 from checkpoint import Writer
 from hub.client import wanted
@@ -43,6 +44,37 @@ def test_what_an_answer_sets_is_not_known_after_it():
     source = "{% set a = 1 %}{% set b = 3 %}" + answer + "{{ a }}"
     assert render(source, USER) == "231"
     assert render("{% for m in messages %}" + answer + "{{ loop.index }}{% endfor %}", USER) == "21"
+
+
+LIST = "{% set l = range(9999) | list %}"
+ENDLESS = {
+    "loops": LIST + "{% for x in l %}{% for y in l %}{% endfor %}{% endfor %}",
+    "their text": LIST + "{% for x in l %}{% for y in l %}x{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_a_rendering_that_would_not_end_is_an_error(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=r"chat template: it did not end in 0\.1 s"):
+        render(source, USER)
+
+
+@pytest.mark.parametrize("product", ("'x' * 10 ** 10", "10 ** 10 * [1]"))
+def test_a_product_beyond_the_memory_is_an_error(product):
+    with pytest.raises(ValueError, match=r"chat template: 1 \* 10000000000 .* are too many"):
+        render("{{ " + product + " }}", USER)
+
+
+def test_loops_know_their_length_and_end():
+    source = "{% for m in messages %}{{ loop.length }}{{ loop.last }}{% else %}none{% endfor %}"
+    assert render(source, USER, USER) == "2False2True" and render(source) == "none"
+    assert (
+        render("{% for m in [[1], 2] recursive %}{{ m if m is number else loop(m) }}{% endfor %}")
+        == "12"
+    )
+    assert render("{% for m in unknown %}x{% endfor %}{{ 2 * 3 }}{{ 'ab' * 2 }}") == "6abab"
 
 
 # Names --------------------------------------------------------------------------------------------

@@ -211,6 +211,11 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
         ),
         ("generate --checkpoint_path {around}", "not converted itself; use {around}/model_bf16"),
         (
+            "generate --checkpoint_path {around}/model_bf16/config.json",
+            "is one file of a checkpoint; give the directory: {around}/model_bf16",
+        ),
+        ("generate --prompt x --stop \udcff", "is not valid Unicode: give it as UTF-8"),
+        (
             "generate --checkpoint_path {no_tokenizer}",
             "fetch that again: python scripts/download.py --repo_id",
         ),

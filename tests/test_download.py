@@ -536,7 +536,7 @@ def test_prepare_keeps_published_mxfp4(hub, tmp_path, make_family):
     (
         ((), "OWNER/NAME"),
         (("name",), "OWNER/NAME"),
-        ((REPO, "int5"), "int5"),
+        ((REPO, "int5"), "int5 is no number format; it must be one of bf16, int8, "),
         ((REPO, "int8", "x"), "too many"),
     ),
 )
@@ -546,3 +546,10 @@ def test_prepare_checks_its_arguments(hub, tmp_path, arguments, message):
     assert run.stderr.startswith("error: ") and message in run.stderr
     assert run.stderr.count("\n") == 1
     assert prepare(hub, "--help", cwd=tmp_path).stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("format", ("uint4", "nvfp4", "q4_k"))
+def test_prepare_takes_every_format_of_generate(hub, tmp_path, format):
+    """Until the Hub, which has no such model."""
+    run = prepare(hub, "nobody/none", format, cwd=tmp_path)
+    assert run.returncode == 2 and hub.requests and "nobody/none" in run.stderr

@@ -350,6 +350,20 @@ def test_a_limit_of_memory_is_one_line(capsys, error):
     assert line.startswith("error: out of memory (") and line.endswith("quantize.py --mode int4")
 
 
+def test_an_error_of_the_system_that_pytorch_names_is_one_line(capsys):
+    error = "unable to open file <x> in read-only mode: Too many open files (24)"
+
+    @cli.command.command()
+    def fails(message: str) -> int:
+        raise RuntimeError(message)
+
+    assert fails(error) == 2
+    assert capsys.readouterr().err == f"error: {error}; raise the limit: ulimit -n 4096\n"
+    for other in ("a shape: Too many open files (2)", "index out of range: 24 (24)"):
+        with pytest.raises(RuntimeError, match="2"):
+            fails(other)
+
+
 @pytest.mark.parametrize("name", ("x" * 300, "a\nb\x1b[31m", "\udcff", "loop", "loop/x"))
 def test_odd_names_are_one_line(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)

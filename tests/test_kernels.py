@@ -226,8 +226,8 @@ def test_latent_attention_compiles_for_an_h200(name):
 def check_machine_code(found: dict) -> None:
     """Tensor cores, with weights from registers, which nothing overwrites meanwhile; no spills.
 
-    With many rows of GGUF's 4 to 6 bits, NVFP4 and HQQ's 4 bits some registers spill, so that two
-    programs share a multiprocessor: that is faster.
+    With more than 32 rows an expert of GGUF's 4 to 6 bits, NVFP4 and HQQ's 4 bits some of 128
+    registers spill, so that two programs share a multiprocessor: that is faster.
     """
     for case, counts in found.items():
         assert counts["bytes"] and counts["shared"] <= 227 << 10 and not counts["overwritten"], case
@@ -235,7 +235,8 @@ def check_machine_code(found: dict) -> None:
             assert counts["products"], case
             format = case.partition(",")[0]
             kind = FORMATS[format.split()[0]].kind
-            limited = "300 rows" in case and kind in ("iq4", "q4_k", "q5_k", "q6_k", "nvfp4", "hqq")
+            limited = counts["registers"] == 128
+            limited &= kind in ("iq4", "q4_k", "q5_k", "q6_k", "nvfp4", "hqq")
             assert counts["spills"] <= (80 if limited else 0), case
             assert counts["from_shared_memory"] == 0, case
             if "300 rows" in case:

@@ -140,6 +140,7 @@ def test_an_interruption_after_the_renames_leaves_the_new(tmp_path, monkeypatch,
         json.dumps({"target": "..", "backup": "..."}).encode(),
         json.dumps({"target": "../x", "backup": ".../x.01234567.old"}).encode(),
         b"\xff" * 5000,
+        b"[" * 5000,
     ),
 )
 def test_a_foreign_record_removes_nothing_else(tmp_path, record):

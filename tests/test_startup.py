@@ -1,5 +1,6 @@
 """Before torch is imported: --help, wrong arguments, missing packages, Ctrl-C."""
 
+import ast
 import os
 import re
 import resource
@@ -119,7 +120,11 @@ def test_a_missing_package_is_found_before_torch_is_imported(line, package, mess
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    (("generate.py", "torch"), ("generate.py", "cli.chat"), ("serve.py", "cli.serve_options")),
+    (
+        *(("generate.py", "torch"), ("generate.py", "cli.chat"), ("serve.py", "cli.serve_options")),
+        *(("quantize.py", "argparse"), ("eval.py", "cli.eval_options")),
+        ("scripts/plot_timeline.py", "benchmarks.pictures"),
+    ),
 )
 def test_ctrl_c_during_the_imports_is_one_line(script, name):
     """A module that takes long to import stands in for the real one."""
@@ -155,7 +160,8 @@ def test_ctrl_c_after_the_command_is_no_traceback():
     """A second Ctrl-C may come while Python ends: the first one was not quick enough."""
     code = (
         "import atexit, os, signal\n"
-        "from cli.command import command, end_at_ctrl_c\n"
+        "from cli.command import command\n"
+        "from cli.ctrl_c import end_at_ctrl_c\n"
         "end_at_ctrl_c()\n"
         "@command()\n"
         "def main():\n"
@@ -167,6 +173,13 @@ def test_ctrl_c_after_the_command_is_no_traceback():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20
     )
     assert (process.returncode, process.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("script", (*COMMANDS, "scripts/capture_page.py"))
+def test_ctrl_c_is_one_line_from_the_first_import_on(script):
+    first, guard = ast.parse((ROOT / script).read_text()).body[1:3]  # after the docstring
+    assert ast.unparse(first) == "from cli.ctrl_c import end_at_ctrl_c"
+    assert ast.unparse(guard) == "if __name__ == '__main__':\n    end_at_ctrl_c()"
 
 
 def test_every_script_with_slow_imports_checks_its_arguments_first():
