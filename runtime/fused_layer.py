@@ -116,12 +116,13 @@ def multiply_ranges(
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
     scale = None
-    (narrow, other), *more = rest or [(None, None)]
-    fits = other is None and not more and (narrow is None or narrow.kind == "bf16")
-    fits = fits and (narrow is None or dense.takes_beside(first, narrow, len(x)))
-    if norm is not None and bias is None and fits and takes_planes(first, len(x), x.dtype):
+    fits = bias is None and len(rest) < 2
+    for narrow, other in rest:
+        beside_fits = narrow.kind == "bf16" and dense.takes_beside(first, narrow, len(x))
+        fits = fits and other is None and beside_fits
+    if norm is not None and fits and takes_planes(first, len(x), x.dtype):
         planes = make_planes(x, norm.weight, first)
-        beside = None if narrow is None else (narrow, parts[1])
+        beside = (rest[0][0], parts[1]) if rest else None
         multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
         return y
     if norm is not None:
@@ -188,8 +189,9 @@ class FusedAttention:
         elif isinstance(attention, FusedDecodeAttention):
             heads = attention.fused_core(projected, context, reach)
         elif self.stores_planes(x, context):
+            store: Callable = attention.fused_core
             planes = empty_planes(x, self.output[0].width, len(x))
-            attention.fused_core(projected, context, planes)
+            store(projected, context, planes)
             return self.multiply_planes(planes, x)
         else:
             heads = attention.fused_core(projected, context)
