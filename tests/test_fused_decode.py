@@ -548,6 +548,24 @@ def test_a_heads_programs_share_x(monkeypatch):
         assert not tilings.choose_tiles(other, other.quads, 1).stay
 
 
+@pytest.mark.parametrize("kind", ("int4", "q4_k", "q5_k", "q6_k", "mxfp4"))
+def test_three_chunks_that_would_spill_are_one(kind, monkeypatch):
+    """Bits above the codes take registers that three chunks need; of experts they are as before."""
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    monkeypatch.setattr(tilings, "measured", dict)
+    group = FORMATS[kind].choose_group(2304, None)
+    parts = FORMATS[kind].pack(torch.zeros(1, 2304), group)
+    parts = [part.expand(64, *part.shape[1:]) for part in parts.values()]
+    weight = packed_weight(parts, FORMATS[kind].kind, group)
+    for tokens in (1, 3):
+        tiles = [tilings.choose_tiles(weight, quads, 1, tokens) for quads in (72, 96, 160)]
+        one = [(128, 1), (64, 2), (256, 1)]
+        wide = one if kind in ("q5_k", "q6_k") else [(32, 3), (64, 2), (64, 3)]
+        assert [(t.lanes, t.depth) for t in tiles] == wide and tiles[0].warps == wide[0][0] // 32
+    of_experts = tilings.choose_tiles(weight, 72, 1, summed=True)
+    assert (of_experts.lanes, of_experts.depth) == (32, 3)
+
+
 def test_a_norm_is_refused_where_no_kernel_has_it():
     """Of more tokens than a program has in registers."""
     weight = plain_weight(torch.zeros(64, 64, dtype=torch.bfloat16))

@@ -57,13 +57,15 @@ class Default:
     stay: bool = False
     registers: int = 0  # of programs of one warp, which would start loads later with fewer
 
-    def tiles(self, quads: int) -> Tiles:
-        """Return the tiles of a product with x of `quads` quads."""
+    def tiles(self, quads: int, wide: bool = False) -> Tiles:
+        """Return the tiles of a product with x of `quads` quads. wide: three chunks are one."""
         most = min(self.lanes, max(32, quads // self.chunks))
         fitting = (n for n in (256, 128, 64) if n <= most and -quads % n <= quads // self.waste)
         lanes = next(fitting, 32)
         rows = self.long_rows if self.long_rows and quads > LONG else self.rows
         count = cdiv(quads, lanes)
+        if wide and count == 3 and quads <= 256:
+            lanes, count = pow2(quads), 1
         depth = next(n for n in range(min(count, self.depth), 0, -1) if count % n == 0)
         # More chunks of x than two are held in more registers: the compiler's choice, no spills.
         registers = self.registers if lanes == 32 and count <= 2 else 0
@@ -103,6 +105,9 @@ HEADS = dict.fromkeys(
     ("q4_k", "q5_k", "q6_k"),
     Default(8, 128, 1, waste=3, chunks=1, stay=True),  # q5_k: not measured
 )
+# Kinds with bits above the codes: three chunks of 8 rows of a dense weight would spill 20 to 129
+# registers a lane, and take 1 to 37 % longer than one chunk (docs/log/formats.md).
+WIDE = "q5_k", "q6_k"
 # Sums over experts of several tokens, by `Place.tokens`, 8 of all above 4: many programs, for which
 # narrow chunks are better. Other kinds and numbers have the tiles of one token.
 SEVERAL: dict[str, dict[int, Tiles]] = {
@@ -176,7 +181,9 @@ def choose_tiles(
         head = HEADS.get(place.kind) if tokens == loads == 1 and has_many_rows(weight) else None
         if head and quads <= HELD * head.lanes:
             return head.tiles(quads)
-        return DEFAULTS[place.kind, loads].tiles(quads)
+        default = DEFAULTS[place.kind, loads]
+        wide = loads == 1 and not summed and place.kind in WIDE and default.rows == 8
+        return default.tiles(quads, wide)
     rows, lanes, depth, warps, stay, registers = [*found, 0, 0][:6]
     return Tiles(rows, lanes, depth, warps, bool(stay), registers)
 
