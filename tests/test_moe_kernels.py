@@ -1,9 +1,13 @@
 """The kernels of ops/products/ without a GPU: interpreted results, and machine code."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from without_gpu import run_without_gpu
+
+from ops.products import planes
 
 SMALL = {"D": 256, "I": 64, "E": 16, "A": 3}
 STAYING = {"rows": 2, "depth": 2, "warps": 1, "stay": True}
@@ -599,14 +603,20 @@ def test_a_layer_with_planes_is_the_blocks_own():
 @pytest.mark.slow
 def test_products_of_planes():
     """The interpreter cuts bf16 off."""
-    planes = [values | {"E": 1, "A": 1} for values in PLANES]
-    errors = run({"cases": [], "planes": planes}, TRITON_INTERPRET="1")["planes"]
+    given = [values | {"E": 1, "A": 1} for values in PLANES]
+    errors = run({"cases": [], "planes": given}, TRITON_INTERPRET="1")["planes"]
     assert len(errors) == 3 and max(errors) < 8e-3, errors
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("version", ("3.6.0", "3.9.1+git1", "3.10.0rc1", "4.0"))
+def test_a_newer_triton_makes_no_planes(version, monkeypatch):
+    monkeypatch.setattr(planes, "triton", SimpleNamespace(__version__=version))
+    assert planes.knows_lanes.__wrapped__() == (version[:3] in ("3.6", "3.9"))
+
+
 def test_planes_have_the_lanes_of_tensor_cores():
     """The instruction knows no tensors: lane n has to have the n-th of 32 neighbors."""
+    assert planes.knows_lanes()  # else raise NEWEST_TRITON, if this test passes without the line
     lanes = "lane = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]]"
     for layouts in run({"cases": [], "planes": [values | {"E": 1, "A": 1} for values in PLANES]}):
         assert len(layouts) == 1 and lanes in layouts[0], layouts

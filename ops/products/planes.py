@@ -10,20 +10,23 @@ power of two, the unit: a number has an error of at most 2 ** -14 of the group's
 
 A warp multiplies whole groups. Its lane 4 r + t has four words of rows r and r + 8, and of x the
 words of column r; of the sums it gets those of token t, high and low. So the place of a lane
-counts: Triton has to give lane n the n-th of 32 neighbors. A test reads that in the compiled code.
+counts: Triton has to give lane n the n-th of 32 neighbors. A test reads that in the compiled code;
+it was run with Triton 3.6, 3.7, 3.8 and 3.9. With a newer one there are no planes.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.launch import await_previous, jit, launch, tl
+from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import split_four
 from ops.products.tilings import measured_fields, place_of
 from ops.products.weights import Weight
 
+NEWEST_TRITON = 3, 9
 MOST_TOKENS = 4
 GROUP = 128
 
@@ -48,6 +51,14 @@ class PlaneSettings:
     apart = property(lambda s: 32 if s.kind == "int4" else 4)  # numbers of a word of a plane
 
 
+@cache
+def knows_lanes() -> bool:
+    """Whether Triton is a version that gives lanes their places."""
+    if triton is None:
+        return False
+    return tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST_TRITON
+
+
 def takes_planes(weight: Weight, T: int, dtype: torch.dtype, stored: bool = False) -> bool:
     """Whether a dense product multiplies T tokens as planes: those whose tiles were measured.
 
@@ -55,6 +66,8 @@ def takes_planes(weight: Weight, T: int, dtype: torch.dtype, stored: bool = Fals
     before, which runs anyway; else by one of their own, so that two tokens gain nothing.
     """
     if not (2 if stored else 3) <= T <= MOST_TOKENS or dtype != torch.bfloat16:
+        return False
+    if not knows_lanes():
         return False
     known = weight.kind == "int8" or (weight.kind == "int4" and weight.group == GROUP)
     return known and measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) is not None
