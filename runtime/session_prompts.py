@@ -41,6 +41,8 @@ ANYWHERE_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
 LONGEST_WAIT = 0.025
 # Chunks of these sizes, and the longest, have the tiles of all others: 40 is no multiple of 16.
 PREPARED_CHUNKS = 40, 64, 128, 256, 512, 1024, 2048
+# Longer ones differ only in how pairs are counted: their kernels are compiled, but not run, ahead.
+COMPILED_CHUNKS = *PREPARED_CHUNKS, 4096, 8192
 # A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
 # one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
 # at most this number of the largest chunks.
@@ -378,7 +380,7 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
     """
     if session.options.prompt_lengths is None:
         longest = min(session.prefill_chunk, session.cache_len)
-        sizes = [*(size for size in PREPARED_CHUNKS if size < longest), longest]
+        sizes = [*(size for size in COMPILED_CHUNKS if size < longest), longest]
         yield from ((size, size, False) for size in sizes)
         for size in (sizes[0], ANYWHERE_CHUNKS[-1]):  # a later turn, with few and many tokens
             if 2 * size <= session.cache_len:

@@ -41,9 +41,9 @@ from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
 
 PASSES = (1, 4), (2, 3)  # rows and drafts of each
-LENGTH = 1152  # positions of the cache
-CHUNKS = 40, 128, 448, 1024  # of prompts, tokens
-BEGINS = 0, 77  # their first positions
+LENGTH, LONG = 1152, 20480  # positions of the cache
+CHUNKS = 40, 128, 448, 1024, 3008, 5056, 9024, 16384  # of prompts, tokens
+BEGINS = 0, 77, 3296  # their first positions
 
 
 def files() -> int:
@@ -52,25 +52,25 @@ def files() -> int:
 
 
 @contextmanager
-def fake_runner(case: str, layers: int) -> Iterator[FusedRunner]:
+def fake_runner(case: str, layers: int, length: int = LENGTH) -> Iterator[FusedRunner]:
     """Within, a model's first layers are on the fake GPU, with caches."""
     model = make_model(case, layers)
     with FakeTensorMode(), torch.no_grad(), operators_launch():
         move_to_fake_gpu(model)
-        set_up(model, LENGTH, "plain")
+        set_up(model, length, "plain")
         yield FusedRunner(model)
 
 
-def ahead_of(runner: FusedRunner) -> list[str]:
+def ahead_of(runner: FusedRunner, length: int = LENGTH) -> list[str]:
     """Return the launches of one token, of several sequences, and of prompts."""
     prompts = runner.prompt_runner()
     options = SimpleNamespace(prompt_lengths=None)
-    session = SimpleNamespace(options=options, prefill_chunk=2048, cache_len=LENGTH)
+    session = SimpleNamespace(options=options, prefill_chunk=16384, cache_len=length)
     session.device, session.rows = ids(1).device, ids(1)
     session.padded = lambda row, tokens, begin: padded(prompts, tokens, begin)
 
     def launch() -> None:
-        for reach in runner.reaches(1, LENGTH):
+        for reach in runner.reaches(1, length):
             runner.launch_all(1, 1, reach)
         runner.launch_all(4, 1)
         for size in runner.short_chunks:
@@ -78,7 +78,7 @@ def ahead_of(runner: FusedRunner) -> list[str]:
         launch_chunks(session, prompts, one_of_each_kind(runner))
         for rows, count in PASSES:
             state, result = pass_state(runner.model, rows), ids(16)
-            for reach in runner.reaches(count + 1, LENGTH):
+            for reach in runner.reaches(count + 1, length):
                 launch_pass(runner, state, ids(rows, count), None, result, reach)
 
     return collect(launch)
@@ -90,14 +90,14 @@ def padded(prompts: PromptRunner, tokens: int, begin: int) -> tuple[int, bool]:
     return size, size >= tokens and prompts.takes_positions(size, begin + size)
 
 
-def run_prompts(prompts: PromptRunner) -> None:
+def run_prompts(prompts: PromptRunner, length: int) -> None:
     """Run chunks of many sizes, from many positions on, as chunks and at positions."""
     for tokens in CHUNKS:
         for begin in BEGINS:
             spans: list[Chunk | Tensor] = [Chunk(ids(1), begin + tokens)]
             if tokens in ANYWHERE_CHUNKS and prompts.takes_positions(tokens, begin + tokens):
                 spans.append(ids(1, tokens))
-            for span in spans if begin + tokens <= LENGTH else ():
+            for span in spans if begin + tokens <= length else ():
                 prompts.model(ids(1, tokens), span, ids(1), runner=prompts)
 
 
@@ -106,7 +106,7 @@ def session_tasks(case: str, layers: int = 1) -> list[str]:
         return ahead_of(runner)
 
 
-def late(case: str, layers: int) -> list[str]:
+def late(case: str, layers: int, length: int) -> list[str]:
     """Return what a first token and short prompts need that `ahead_of` has not."""
     found: list[str] = []
 
@@ -114,25 +114,25 @@ def late(case: str, layers: int) -> list[str]:
         found.append(f"{function.__name__}, by Inductor")
         return function
 
-    with fake_runner(case, layers) as runner, ExitStack() as stack:
-        known = set(ahead_of(runner))
+    with fake_runner(case, layers, length) as runner, ExitStack() as stack:
+        known = set(ahead_of(runner, length))
         stack.enter_context(mock.patch.object(torch, "compile", by_inductor))
         stack.enter_context(mock.patch.object(inductor, "configure_inductor", lambda: None))
 
         def run() -> None:
             for shape in ((1, 1), (4, 1), *((1, size) for size in runner.short_chunks)):
-                reaches = runner.reaches(1, LENGTH) if shape == (1, 1) else [None]
+                reaches = runner.reaches(1, length) if shape == (1, 1) else [None]
                 for runner.reach in reaches:
                     runner.model(ids(*shape), ids(*shape), ids(shape[0]), runner=runner)
             for rows, count in PASSES:
                 state = pass_state(runner.model, rows)
-                reaches = runner.reaches(count + 1, LENGTH)
+                reaches = runner.reaches(count + 1, length)
                 for runner.reach in reaches:
                     given = draft_check.begin_pass(state, ids(rows, count))
                     logits = runner.model(*given, all_positions=True, runner=runner)
                     check = logits.float(), given[0], given[2], None, ids(16), ACCEPT_STREAM
                     draft_check.verify_pass(state, *check)
-            run_prompts(runner.prompt_runner())
+            run_prompts(runner.prompt_runner(), length)
 
         tasks = [task for task in collect(run) if task not in known]
     return [*found, *(kernel_of(task).__name__ for task in tasks)]
@@ -151,7 +151,8 @@ def main() -> None:
     become("sm_90")
     if sys.argv[1] == "late":
         cases = zip(sys.argv[2::2], map(int, sys.argv[3::2]), strict=True)
-        print(json.dumps({case: late(case, layers) for case, layers in cases}))
+        found = {case: late(case, n, LENGTH) + late(case, n, LONG) for case, n in cases}
+        print(json.dumps(found))
         return
     case, count = sys.argv[1], int(sys.argv[2])
     tasks = session_tasks(case)
