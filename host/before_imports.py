@@ -111,7 +111,7 @@ def hash_triton(folder: Path) -> None:
         package, kept = Path(cache.__file__).parents[1], folder / HASH_FILE
         paths = [path for pattern in HASHED for path in package.glob(pattern)]
         files = [[str(path), *stamp(path.stat())] for path in sorted(paths)]
-        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
             found = json.loads(kept.read_text())
             if found["files"] == files:
                 hashed = str(found["hash"])

@@ -234,7 +234,10 @@ def test_tritons_hash_is_kept_while_its_files_are_the_same(compiler):
         assert hash_in_a_thread(compiler) == f"hash {before + 1}"
 
 
-@pytest.mark.parametrize("text", ("", "{", "[]", '{"files": 1}', "null"))
+NESTED = pytest.param("[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"files": 1}', "null", NESTED))
 def test_a_damaged_file_of_the_hash_is_replaced(compiler, text):
     compiler.cache.mkdir()
     (compiler.cache / before_imports.HASH_FILE).write_text(text)
