@@ -224,6 +224,7 @@ class Batch:
             done, session.watch = session.cached[row], sequence.watch
             alone = all(other in (None, sequence) for other in self.rows)
             session.between_layers = None if alone else self.every_layers(step)
+            session.replayed = 0.0  # a short chunk leaves it
             is_done = next(chunks, self) is self
             if sequence.row is None:  # a step has failed, and ended all sequences
                 session.reset(row)

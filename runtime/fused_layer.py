@@ -115,20 +115,17 @@ def multiply_ranges(
     y = x.new_empty(len(x), sum(weight.out for weight, _ in weights))
     parts = y.split([weight.out for weight, _ in weights], dim=1)
     (first, bias), *rest = weights
-    scale = None
-    fits = bias is None and len(rest) < 2
-    for narrow, other in rest:
-        beside_fits = narrow.kind == "bf16" and dense.takes_beside(first, narrow, len(x))
-        fits = fits and other is None and beside_fits
+    scale = beside = None
+    if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
+        beside = rest[0][0], parts[1]
+    fits = bias is None and (not rest or (beside is not None and beside[0].kind == "bf16"))
     if norm is not None and fits and takes_planes(first, len(x), x.dtype):
         planes = make_planes(x, norm.weight, first)
-        beside = (rest[0][0], parts[1]) if rest else None
         multiply_planes(planes, first, parts[0], eps=norm.eps, beside=beside)
         return y
     if norm is not None:
         x, scale = dense.norm_apart(x, norm.weight, norm.eps, first)
-    if len(rest) == 1 and rest[0][1] is None and dense.takes_beside(first, rest[0][0], len(x)):
-        beside = rest[0][0], parts[1]
+    if beside is not None:
         dense.dense_product(x, first, scale, bias=bias, out=parts[0], beside=beside)
         return y
     for n, ((weight, bias), part) in enumerate(zip(weights, parts, strict=True)):

@@ -457,12 +457,15 @@ def capture_next(session: Prompts) -> bool:
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call, on its device, too."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    wait()
-    begun = time.perf_counter()
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    begun = now()
     call()
-    wait()
-    return time.perf_counter() - begun
+    return now() - begun
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
