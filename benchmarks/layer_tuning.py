@@ -24,8 +24,9 @@ from ops.compile_ahead import collect
 from ops.launch import KernelError, launch
 from ops.products import dense, expert_tiles, experts, few_tokens, pipeline
 from ops.products.expert_tiles import choose_few
-from ops.products.few_tokens import FewTiles, choose_few_tiles
+from ops.products.few_tokens import FewTiles, choose_few_tiles, choose_plane_tiles
 from ops.products.fragments import TILE, UNROLLED
+from ops.products.planes import GROUP, MOST_TOKENS
 from ops.products.tilings import Place, Tiles, choose_tiles, place_of
 from ops.products.weights import Weight
 
@@ -64,6 +65,10 @@ class Tuning:
         place = place_of(weight, "dense", tokens)
         return self.note(place, weight, choose_few_tiles(weight, tokens))
 
+    def choose_planes(self, weight: Weight) -> FewTiles:
+        place = place_of(weight, "planes", MOST_TOKENS)
+        return self.note(place, weight, choose_plane_tiles(weight))
+
     def choose_of_experts(self, weight: Weight, gated: bool, tile: int, tokens: int) -> FewTiles:
         place = place_of(weight, f"tiles {1 + gated}", tokens)
         return self.note(place, weight, choose_few(weight, gated, tile, tokens))
@@ -79,6 +84,7 @@ class Tuning:
             for module, name, choice in (
                 (pipeline, "choose_tiles", self.choose),
                 (few_tokens, "choose_few_tiles", self.choose_dense),
+                (few_tokens, "choose_plane_tiles", self.choose_planes),
                 (expert_tiles, "choose_few", self.choose_of_experts),
             ):
                 stack.enter_context(mock.patch.object(module, name, choice))
@@ -175,6 +181,16 @@ def few_tilings(weight: Weight, place: Place, tokens: int) -> list[FewTiles]:
     return list(found.values())
 
 
+def plane_tilings(weight: Weight) -> list[FewTiles]:
+    """Return tilings of a product of `Planes`: whole programs, and a warp has whole groups."""
+    groups = weight.width // GROUP
+    return [
+        FewTiles(rows, warps)
+        for rows, warps in itertools.product((16, 32, 64), (1, 2, 4, 8))
+        if weight.out % rows == groups % warps == 0
+    ]
+
+
 def distance(one: AnyTiles, other: AnyTiles) -> float:
     """Return how much two tilings differ: by the ratio of their numbers, and if one stays."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in ("rows", "warps", "depth")]
@@ -191,7 +207,9 @@ def tilings_near(
     today: AnyTiles, weight: Weight, place: Place, tokens: int, tries: int
 ) -> list[AnyTiles]:
     """Return today's tiling of a product, then those most like it."""
-    if isinstance(today, FewTiles):
+    if place.work == "planes":
+        as_is, others = today, [tiles for tiles in plane_tilings(weight) if tiles != today]
+    elif isinstance(today, FewTiles):
         s = few_tokens.settings_of(weight, today, min(tokens, today.tokens))
         as_is = replace(today, depth=s["depth"], x_depth=s["x_depth"])
         others = [tiles for tiles in few_tilings(weight, place, tokens) if tiles != as_is]

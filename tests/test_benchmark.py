@@ -22,7 +22,7 @@ from models import ARCHITECTURES, args_from_hf, build_model
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.products import few_tokens
 from ops.products.few_tokens import FewTiles
-from ops.products.weights import plain_weight
+from ops.products.weights import packed_weight, plain_weight
 from runtime.sampling import Sampling
 from runtime.session import Session
 from runtime.weights import bytes_per_token
@@ -100,6 +100,21 @@ def test_the_search_keeps_the_fastest_tiling_with_the_right_result(monkeypatch, 
     assert "WRONG" in capsys.readouterr().out
     layers.run()
     assert layers.tiles == today  # as before the search
+
+
+def test_the_search_tries_products_of_planes(monkeypatch):
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    parts = torch.empty(12288, 256, dtype=torch.int32), torch.empty(12288, 16)
+    weight, tuning = packed_weight(list(parts), "int4", 128), layer_tuning.Tuning()
+    with tuning.replaced():
+        today = few_tokens.choose_plane_tiles(weight)
+    ((place, seen),) = tuning.today.items()
+    assert (place.group, place.shape, seen) == ("int4 planes of 4", "12288x64", today)
+    tried = layer_tuning.tilings_near(today, weight, place, 4, 5)
+    assert tried[0] == today and len(set(tried)) == len(tried) == 6
+    tuning.chosen[place] = tried[1]
+    with tuning.replaced():
+        assert few_tokens.choose_plane_tiles(weight) == tried[1]
 
 
 def last_json(output: str) -> dict:

@@ -262,6 +262,12 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
     return FewTiles(16, warps, TILE_REGISTERS // registers_of_step(weight))
 
 
+def choose_plane_tiles(weight: Weight) -> FewTiles:
+    """Return how to divide a product of `Planes`: rows and warps of a program."""
+    measured = measured_fields(weight, place_of(weight, "planes", MOST_TOKENS))
+    return FewTiles(*(measured or (16, 4)))
+
+
 def choose_digit_tiles(weight: Weight, tokens: int) -> FewTiles:
     """Return how to divide a dense product whose scales are multiplied as digits.
 
@@ -385,7 +391,7 @@ def multiply_planes(
 
     beside: as of `down_few`, for planes that have the plain x, too.
     """
-    tiles = FewTiles(*(measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) or (16, 4)))
+    tiles = choose_plane_tiles(weight)
     s = DenseSettings(
         **settings_of(weight, tiles, len(y)),
         blocks=1,
