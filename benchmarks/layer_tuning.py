@@ -186,7 +186,7 @@ def plane_tilings(weight: Weight) -> list[FewTiles]:
     groups = weight.width // GROUP
     return [
         FewTiles(rows, warps)
-        for rows, warps in itertools.product((16, 32, 64), (1, 2, 4, 8))
+        for rows, warps in itertools.product((16, 32, 48, 64), (1, 2, 4, 8, 16))
         if weight.out % rows == groups % warps == 0
     ]
 
