@@ -146,7 +146,7 @@ FORMS: dict[str, tuple[tuple, ...]] = {
     "registers 2": (in_registers(2),),
     "registers 4": (in_registers(4),),
     "tensor cores": (in_registers(0),),
-    "all programs search": ((experts, "RESIDENT", 1 << 30),),
+    "all programs search": ((experts, "EARLY", 1 << 30),),
     "norm waits": ((join, "Join", lambda *args, early=False, **rest: Join(*args, **rest)),),
     "x quantized": ((experts, "quantizes_first", always_quantizes),),
     "x not quantized": ((experts, "quantizes_first", lambda *_: False),),

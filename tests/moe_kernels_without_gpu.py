@@ -432,7 +432,7 @@ def choose(layer: Layer, scores: Tensor, routing) -> tuple[Tensor, Tensor, float
     w13, _ = layer.weight(case.E + case.shared, 2 * case.I, case.D)
     options = dict(tiles=layer.tiles, dtype=torch.float32)
     last = layer.last if case.tokens > 1 else None
-    with mock.patch.object(moe_decode, "RESIDENT", 1 << 20):  # all programs search
+    with mock.patch.object(moe_decode, "EARLY", 1 << 20):  # all programs search
         found, indices, weights = moe_decode.gate_up(
             layer.x, w13, scores, routing, **options, last=last
         )

@@ -53,9 +53,13 @@ from ops.products.routing import (
     load_gate,
     queries_of,
 )
-from ops.products.tilings import RESIDENT, Tiles
+from ops.products.tilings import Tiles
 from ops.products.weights import Weight, check_rows
 from ops.ranks.mailbox import TokenInbox
+
+# Programs of a multiprocessor that find their experts themselves: others start late enough to read
+# what was chosen. More run at once, but these gain by reading, too (docs/log/speculation.md).
+EARLY = 8
 
 
 @jit
@@ -357,7 +361,7 @@ def _launch_each(
     h = torch.empty(shape, dtype=dtype or x.dtype, device=weight.parts[0].device)
     chooses = choice.indices is not None and choice.scores is not None
     if chooses and settings.pairs_of_row and settings.warps == 1:
-        first_late = max(1, RESIDENT * weight.multiprocessors // pairs)
+        first_late = max(1, EARLY * weight.multiprocessors // pairs)
         settings = dataclasses.replace(settings, first_late=first_late)
     operands = operands_of(x, weight), choice, weight.tensors, bias, h, 0
     grid = grid[0] + chooses, pairs
