@@ -1215,7 +1215,7 @@ def test_null_stands_for_the_default(tokenizer):
         assert found.generations[0] == expected.generations[0]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=5), st.booleans(), st.booleans())
 def test_every_body_becomes_a_request_or_an_api_error(tokenizer, fields, chat, valid):
     if valid:
