@@ -682,7 +682,7 @@ THINNED = {
     "test_a_plan_fits_and_is_not_much_too_small": 2,
     "test_families_with_scales_and_sigmoid_routing_keep_their_bits": 2,
 }
-# One family of each kind of layers: windows, a dense layer beside experts, a delta rule, streams with
+# One family of each kind of layers: windows, a dense layer beside experts, delta rules, streams and
 # an index, heads of two sizes, sinks, Mamba-2, LayerNorm, latent attention, short convolutions.
 KINDS_OF_FAMILIES = (
     *("mixtral", "qwen3_moe", "qwen3_next", "qwen4_exp", "gemma4", "gpt_oss", "nemotron_h"),

@@ -148,7 +148,7 @@ def remember_types() -> None:
 def pair_quickly() -> None:
     """Take operands of one type as they are, and keep a number's block for the other operand.
 
-    Triton finds the type of each pair, casts and broadcasts both: a third of the interpreter's time.
+    Triton finds the type of each pair, casts and broadcasts both: a fifth of its time.
     """
     pair = TritonSemantic.binary_op_type_checking_impl
     known: dict[tuple, core.tensor] = {}
