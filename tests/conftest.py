@@ -562,25 +562,45 @@ class Family:
 LONG_FILES = (
     "test_serve.py",
     "test_codegen.py",
-    "test_model.py",
     "test_mtp.py",
     "test_batch_speculation.py",
-    "test_offload.py",
-    "test_quantize.py",
-    "test_tp.py",
-    "test_speculate.py",
-    "test_tiny_hybrid.py",
     "test_session.py",
-    "test_card_plan.py",
-    "test_benchmark.py",
-    "test_eval.py",
-    "test_auto_speculation.py",
-    "test_serve_speculation.py",
-    "test_tiny_moe.py",
+    "test_tiny_hybrid.py",
+    "test_speculate.py",
+    "test_offload.py",
+    "test_tp.py",
+    "test_quantize.py",
+    "test_model.py",
     "test_moe_kernels.py",
-    "test_kernels.py",
+    "test_indexed_attention.py",
     "test_batch.py",
+    "test_tool_calls.py",
+    "test_eval.py",
+    "test_card_plan.py",
+    "test_messages.py",
+    "test_benchmark.py",
+    "test_hub.py",
+    "test_serve_speculation.py",
+    "test_passes.py",
+    "test_pending_state.py",
+    "test_kernels.py",
+    "test_tokenizing.py",
+    "test_published_files.py",
+    "test_trace.py",
+    "test_auto_speculation.py",
+    "test_gguf.py",
+    "test_qwen4_exp.py",
+    "test_odd_configs.py",
+    "test_memory_advice.py",
+    "test_tiny_moe.py",
+    "test_ring.py",
+    "test_turns.py",
     "test_cpu_experts.py",
+    "test_sequence_state.py",
+    "test_download.py",
+    "test_file_modes.py",
+    "test_quick_imports.py",
+    "test_fused_decode.py",
     "test_chat.py",
     "test_kv_cache.py",
 )
@@ -595,7 +615,7 @@ THINNED = {
     "test_a_conversation_goes_on_after_passes": 3,
     "test_a_sampled_answer_without_a_seed_is_drafted_for": 3,
     "test_a_seed_and_logprobs_leave_drafts_out": 3,
-    "test_a_step_after_a_pass_is_as_in_plain_decoding": 5,
+    "test_a_step_after_a_pass_is_as_in_plain_decoding": 9,
     "test_a_stop_text_may_end_an_answer_anywhere_in_a_pass": 6,
     "test_answers_side_by_side_and_interrupted_ones": 6,
     "test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is": 8,
@@ -611,11 +631,11 @@ THINNED = {
     "test_answers_have_the_models_distribution": 8,
     "test_each_sequence_of_a_batch_is_as_if_alone": 4,
     "test_greedy_tokens_are_those_of_plain_decoding": 12,
-    "test_greedy_tokens_match_transformers": 5,
+    "test_greedy_tokens_match_transformers": 9,
     "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
     "test_neighbors_never_change_an_answer": 8,
-    "test_perplexity_equals_one_window_per_token": 6,
-    "test_refused_drafts_are_not_taken_in": 2,
+    "test_perplexity_equals_one_window_per_token": 9,
+    "test_refused_drafts_are_not_taken_in": 3,
     "test_shards_are_all_of_the_weights": 6,
     "test_speculation_gives_the_tokens_of_plain_decoding": 2,
     "test_steps_between_layers_of_a_prompt_change_no_answer": 4,
@@ -644,7 +664,11 @@ THINNED = {
     "test_every_key_is_read_as_transformers_does_or_refused": 2,
     "test_one_token_reads_its_experts_without_copying_them": 3,
     "test_offloading_changes_no_bit": 2,
-    "test_a_call_after_accepted_drafts_is_as_if_they_had_run_alone": 3,
+    "test_a_call_after_accepted_drafts_is_as_if_they_had_run_alone": 7,
+    "test_several_sequences": 2,
+    "test_a_prefix_is_reused": 2,
+    "test_decoding": 3,
+    "test_refused_drafts_leave_no_trace": 3,
     "test_published_models_have_kernels_in_every_format": 3,
     "test_shards_have_the_kernels_of_the_whole_model": 4,
     "test_logits_of_a_plain_file_match_transformers": 2,
@@ -658,6 +682,30 @@ THINNED = {
     "test_a_plan_fits_and_is_not_much_too_small": 2,
     "test_families_with_scales_and_sigmoid_routing_keep_their_bits": 2,
 }
+# One family of each kind of layers: windows, a dense layer beside experts, delta rules, streams and
+# an index, heads of two sizes, sinks, Mamba-2, LayerNorm, latent attention, short convolutions.
+KINDS_OF_FAMILIES = (
+    *("mixtral", "qwen3_moe", "qwen3_next", "qwen4_exp", "gemma4", "gpt_oss", "nemotron_h"),
+    *("phimoe", "deepseek_v3", "lfm2_moe", "kimi_linear"),
+)
+# Tests of what sessions do with any family's states: `make test` runs KINDS_OF_FAMILIES.
+OF_EACH_KIND = {
+    "test_one_graph_runs_turns_of_every_family_at_all_positions",
+    "test_a_prompt_captured_ahead_leaves_the_text_of_every_family",
+    "test_a_prompt_in_chunks_and_single_tokens_equals_one_call",
+    "test_a_prompt_in_chunks_equals_one_pass",
+    "test_prefill_in_two_parts_equals_one",
+    "test_sequences_of_a_batch_keep_their_own_positions",
+    "test_last_gives_the_logits_of_that_position_only",
+    "test_everything_moves_with_a_model",
+    "test_bits_per_weight",
+}
+
+
+def is_of_another_family(item: pytest.Item) -> bool:
+    """Whether a case of a test in OF_EACH_KIND is of a family whose kind has another one."""
+    families = {item.callspec.params.get(name) for name in ("family", "name")} & FAMILIES.keys()
+    return bool(families - {*KINDS_OF_FAMILIES})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -675,7 +723,7 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of THINNED slow. Run the longest files first.
+    """Mark cases of THINNED and of OF_EACH_KIND slow. Run the longest files first.
 
     pytest-xdist hands files to its workers in this order.
     """
@@ -684,6 +732,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         name = item.originalname if isinstance(item, pytest.Function) else item.name
+        if name in OF_EACH_KIND and is_of_another_family(item):
+            item.add_marker(pytest.mark.slow)
         if name in THINNED and not item.get_closest_marker("slow"):
             if seen[name] % THINNED[name]:
                 item.add_marker(pytest.mark.slow)

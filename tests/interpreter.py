@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 LEAST_ADDRESS = 1 << 40  # larger integers are addresses
+UNCHANGED = "fp32", "int32", "int64", "uint32"  # types of results of two operands of one type
 
 
 def flattened(values: Iterable) -> Iterator:
@@ -143,6 +145,33 @@ def remember_types() -> None:
     core.block_type.__init__ = init_once
 
 
+def pair_quickly() -> None:
+    """Take operands of one type as they are, and keep a number's block for the other operand.
+
+    Triton finds the type of each pair, casts and broadcasts both: a fifth of its time.
+    """
+    pair = TritonSemantic.binary_op_type_checking_impl
+    known: dict[tuple, core.tensor] = {}
+
+    def pair_once(self, lhs, rhs, *flags, **more):
+        divides = len(flags) > 3 or more  # integers become floats
+        if divides or type(lhs) is not core.tensor or lhs.dtype.name not in UNCHANGED:
+            return pair(self, lhs, rhs, *flags, **more)
+        if type(rhs) is core.tensor and rhs.type.name == lhs.type.name:
+            return lhs, rhs
+        if type(rhs) not in (int, float):
+            return pair(self, lhs, rhs, *flags)
+        key = lhs.type.name, repr(rhs), flags
+        if key in known:
+            return lhs, known[key]
+        left, right = pair(self, lhs, rhs, *flags)
+        if left.type.name == lhs.type.name:
+            known[key] = right
+        return left, right
+
+    TritonSemantic.binary_op_type_checking_impl = pair_once
+
+
 def multiply_bf16() -> None:
     """Let `tl.dot` take bf16, whose bits the interpreter multiplies as integers."""
     builder = interpreter.InterpreterBuilder
@@ -168,6 +197,7 @@ def prepare() -> None:
     """
     patch_once()
     remember_types()
+    pair_quickly()
     multiply_bf16()
     if os.environ.get("CHECK_BOUNDS"):
         check_bounds()

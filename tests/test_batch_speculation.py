@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, smoke_diagonal
 from test_auto_speculation import AnyNumber
 from test_batch import GREEDY, SAMPLINGS, answers_alone, make_session, random_requests, run
 from test_sequence_state import KINDS
@@ -126,8 +126,7 @@ def test_neighbors_come_and_go_between_passes(kind, seed, overlaps):
     assert min(batch.speculation.control.seen[name] for name in OUTCOMES) > 0
 
 
-@pytest.mark.parametrize("overlaps", (False, True))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "overlaps"), smoke_diagonal(KINDS, (False, True)))
 def test_neighbors_prompts_take_graphs_between_passes(kind, overlaps, monkeypatch):
     """As on a GPU, where graphs are brief: the sequence that has passes leaves row 0."""
     monkeypatch.setattr("runtime.session_prompts.seconds_of", lambda *_: 0.001)

@@ -460,7 +460,7 @@ def read_all(files: dict) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_damaged_bytes_raise_only_value_errors(written, data):
     files = contents(written)
     name = data.draw(st.sampled_from(sorted(files)))
@@ -496,7 +496,7 @@ def replaced(draw, value):
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_other_json_raises_only_value_errors(written, data):
     files = contents(written)
     name = data.draw(st.sampled_from(sorted(files)))

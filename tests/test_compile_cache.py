@@ -213,17 +213,24 @@ def test_a_damaged_cache_is_reported_once(caplog):
 
 
 MOVE = """
-import logging, sys
+import logging, os, sys
 import torch
 from ops.launch import KernelError, give_up, launch
 from ops.step.rows import Move, _move
 from tests.launched_code import launched_code
 numbers = torch.zeros(2, 4, dtype=torch.int64)
-try:
-    print(*launched_code(lambda: launch(_move, (2,), numbers, 0, 1, 8, settings=Move(8, False))))
-except KernelError as error:
-    logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    give_up("a use", error)
+for _ in sys.stdin:
+    if child := os.fork():
+        print("ended with", os.waitpid(child, 0)[1], flush=True)
+        continue
+    try:
+        move = lambda: launch(_move, (2,), numbers, 0, 1, 8, settings=Move(8, False))
+        print(*launched_code(move))
+    except KernelError as error:
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        give_up("a use", error)
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
@@ -231,21 +238,25 @@ def test_damaged_files_of_a_kernel_are_named_with_the_fix(tmp_path):
     """A power loss leaves empty files. A plain form, which is slower, replaces the kernel then."""
     pytest.importorskip("triton", reason="ops/ needs triton")
 
-    def launch_it() -> str:
-        names = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", MOVE]
-        ran = subprocess.run(
-            command, cwd=ROOT, env=os.environ | names, capture_output=True, text=True, check=True
-        )
-        return ran.stdout
+    names = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", MOVE]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | names, **pipes) as process:
 
-    assert launch_it() == "_move\n" == launch_it()
-    found = []
-    for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.cubin")]:
-        whole = path.read_bytes()
-        path.write_bytes(b"") if path.suffix == ".json" else path.unlink()
-        found.append(launch_it())
-        path.write_bytes(whole)
+        def launch_it() -> str:
+            """Launch the kernel in a copy of a process that has imported all but launched none."""
+            print(file=process.stdin, flush=True)
+            line, end = process.stdout.readline(), process.stdout.readline()
+            assert end == "ended with 0\n", line + end
+            return line
+
+        assert launch_it() == "_move\n" == launch_it()
+        found = []
+        for path in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.cubin")]:
+            whole = path.read_bytes()
+            path.write_bytes(b"") if path.suffix == ".json" else path.unlink()
+            found.append(launch_it())
+            path.write_bytes(whole)
     fix = f"; remove {tmp_path}, which may be damaged\n"
     # Some versions of Triton compile again after some of these.
     assert all(line == "_move\n" or line.endswith(fix) for line in found)

@@ -920,7 +920,7 @@ def test_an_interrupted_conversion_changes_nothing(mixtral, monkeypatch, capsys,
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_damaged_files_give_a_value_error(saved, data):
     with tempfile.TemporaryDirectory() as root:
         directory = Path(shutil.copytree(saved / "olmoe", Path(root) / "hf"))

@@ -92,7 +92,7 @@ def naive_score(model, ids: list[int], count: int) -> tuple[float, bool]:
 def test_perplexity_equals_one_window_per_token(family, seq_len, stride):
     """A token's context is that of its first window. Mixtral's sliding window is 16 here."""
     model = load_model(family.directory, "cpu")
-    text = "the quick brown fox jumps over the lazy dog, twice and again"
+    text = "the quick brown fox jumps over the lazy dog"
     ids, step = ByteTokenizer().encode(text), stride or seq_len // 2
     total = 0.0
     for n in range(1, len(ids)):

@@ -533,7 +533,7 @@ ROPE_AND_FORMAT = "rope_type", "type", "rope_theta", "factor", "quant_method"
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_config_gives_args_or_a_value_error(data):
     model_types = [family.name for family in FAMILIES.values()]
     config = AutoConfig.for_model(data.draw(st.sampled_from(model_types))).to_dict()

@@ -125,9 +125,9 @@ def file_of(tmp_path_factory):
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_a_batch(case, file_of):
     file = file_of(case)
-    requests = [(ids, COUNT, GREEDY) for ids in file.prompts]
+    requests = [(ids, 8, GREEDY) for ids in file.prompts]
     batch = Batch(Session(file.load(), 128, SessionOptions(batch=4)), 3)
-    assert run_batch(batch, requests, [0, 3, 5]) == file.answers
+    assert run_batch(batch, requests, [0, 3, 5]) == [answer[:8] for answer in file.answers]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

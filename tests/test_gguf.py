@@ -650,7 +650,7 @@ def small_files(tmp_path_factory) -> Files:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_odd_values_are_refused_in_one_line_or_run(small_files, tmp_path_factory, data):
     """Any value of any key, or a tensor that is missing."""

@@ -32,6 +32,7 @@ from runtime.session import Session, SessionOptions
 from runtime.speculation import Speculation
 
 GREEDY = Sampling(temperature=0)
+FRESH: dict[str, list[int]] = {}  # answers by all that they depend on
 H, K, C, D, ROTATED = 6, 2, 32, 64, 8
 SIZES = dict(dim=D, n_layer=2, n_head=H, n_kv_head=K, head_dim=C, intermediate=24, n_expert=6)
 SIZES |= dict(n_active=2, vocab_size=64, max_position=4096, qk_norm="head", rotary_dim=ROTATED)
@@ -327,12 +328,13 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def fresh_answer(sizes: IndexSizes, ids: list[int], count: int, **options) -> list[int]:
-    """The greedy answer, each token from a session that has seen nothing else."""
-    session, answer = Session(make_model(sizes), 256, SessionOptions(**options)), []
-    for _ in range(count):
+    """The greedy answer, each token from a session that has seen nothing else. Kept."""
+    session = Session(make_model(sizes), 256, SessionOptions(**options))
+    answer = FRESH.setdefault(repr((sizes, ids, options)), [])
+    while len(answer) < count:
         session.reset()
         answer += session.stream(ids + answer, 1, GREEDY)
-    return answer
+    return answer[:count]
 
 
 @pytest.mark.parametrize("cache_class", (KVCache, Int8KVCache))

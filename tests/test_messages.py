@@ -520,7 +520,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.sampled_from(sorted(MessagesBody.model_fields)), JUNK, max_size=3),
     st.lists(MESSAGE, max_size=3) | JUNK,

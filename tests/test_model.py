@@ -54,14 +54,14 @@ def test_greedy_tokens_match_transformers(name, layout, make_family):
     want = family.peer.generate(
         prompt(),
         attention_mask=torch.ones_like(prompt()),
-        max_new_tokens=48,
+        max_new_tokens=24,
         do_sample=False,
         eos_token_id=-1,
         pad_token_id=0,
     )
     session = Session(load_model(family.directory, "cpu"), 128)
-    got = list(session.stream(prompt()[0].tolist(), 48, Sampling(temperature=0)))
-    assert got == want[0, 40:].tolist() and len(got) == 48
+    got = list(session.stream(prompt()[0].tolist(), 24, Sampling(temperature=0)))
+    assert got == want[0, 40:].tolist() and len(got) == 24
 
 
 def test_prefill_equals_token_by_token(family):

@@ -396,7 +396,7 @@ def is_fine(found: str, path: str, value) -> bool:
 
 @pytest.mark.parametrize("layout", ("current", "hub"))
 @pytest.mark.parametrize(
-    "count", (pytest.param(8, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow))
+    "count", (pytest.param(4, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow))
 )
 @pytest.mark.parametrize("name", PEERS)
 def test_every_key_is_read_as_transformers_does_or_refused(bases, tmp_path, name, layout, count):

@@ -292,7 +292,7 @@ def test_the_same_bits_and_the_copies_that_the_policy_predicts(make, format):
     resident = load(make(format))
     expected, chosen = run(resident)
     all_bytes = sum(p.nbytes for n in LAYERS for p in resident.layers[n].ffn.experts.parameters())
-    for slots in range(A, E + 1):
+    for slots in range(A, E + 1) if format == "fp32" else (A, E - 1, E):
         due = replay(chosen, slots, ALL_COPIED)
         for layer, counts in zip(LAYERS, due, strict=True):
             counts["bytes"] = counts["misses"] * blob_bytes(resident, layer)

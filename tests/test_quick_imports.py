@@ -14,7 +14,7 @@ from host.quick_imports import NEED_KERNELS, CompiledTexts, finish, quicken
 
 ROOT = Path(__file__).parents[1]
 BEGIN = """
-import argparse, sys
+import argparse, os, sys
 from pathlib import Path
 from host.quick_imports import finish, quicken
 
@@ -29,13 +29,17 @@ def is_postponed():
 PLAN = """
 from formats.kv_cache import KV_CACHES
 from models import ARCHITECTURES, build_model
-from models.random_weights import number_format
+from models.random_weights import first_layers, number_format
 from runtime.memory import cache_bytes
 from tp import ModelShard
 
 finish()
 assert is_postponed()
-for name, args in ARCHITECTURES.items():
+families = {args.family: args for args in reversed(ARCHITECTURES.values())}
+for args in families.values():
+    lists = [layers for name, layers in vars(args).items() if name.endswith("_layers") and layers]
+    last = max((0, *args.dense_layers, *(layers[0] for layers in lists)))
+    args = first_layers(args, min(args.n_layer, last + 2))  # of all kinds
     model = build_model(args, torch.bfloat16)
     for kind in KV_CACHES.values():
         try:
@@ -50,19 +54,29 @@ for name, args in ARCHITECTURES.items():
         ModelShard(args, format | {"dtype": "bf16"})
 assert is_postponed()
 """
-# Arithmetic of Python kernels on the meta device, by names of modules that import them.
+# Arithmetic of Python kernels on the meta device, by names of modules that import them. Each is a
+# copy of this process, which has imported torch alone.
 NEED = """
-assert is_postponed()
-exec(sys.argv[3])
-finish()
-rows, index = torch.empty(5, 4, device="meta"), torch.empty(2, dtype=torch.long, device="meta")
-assert F.embedding(index, rows).shape == (2, 4)
-for name in ("torch._meta_registrations", sys.argv[2]):
-    module = sys.modules[name]
-    assert Path(module.__file__).is_file() and module.__spec__.name == name
-    assert module.__spec__.loader is module.__loader__
-    parent, _, leaf = name.rpartition(".")
-    assert getattr(sys.modules[parent], leaf) is module
+def check(needed, code):
+    assert is_postponed()
+    exec(code)
+    finish()
+    rows, index = torch.empty(5, 4, device="meta"), torch.empty(2, dtype=torch.long, device="meta")
+    assert F.embedding(index, rows).shape == (2, 4)
+    for name in ("torch._meta_registrations", needed):
+        module = sys.modules[name]
+        assert Path(module.__file__).is_file() and module.__spec__.name == name
+        assert module.__spec__.loader is module.__loader__
+        parent, _, leaf = name.rpartition(".")
+        assert getattr(sys.modules[parent], leaf) is module
+
+for needed in sys.argv[2:]:
+    name, _, code = needed.partition(":")
+    child = os.fork()
+    if not child:
+        check(name, code or f"import {name}")
+        os._exit(0)  # an error before this ends the copy with a traceback and 1
+    assert os.waitpid(child, 0)[1] == 0, needed
 """
 
 
@@ -77,14 +91,11 @@ def test_models_and_caches_are_planned_without_the_kernels_of_the_meta_device(tm
     run(PLAN, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", sorted(NEED_KERNELS - {"torch._inductor"}))
-def test_what_needs_the_kernels_of_the_meta_device_imports_them(name, tmp_path):
-    run(NEED, str(tmp_path), name, f"import {name}")
-
-
-def test_arithmetic_of_this_project_on_the_meta_device_imports_the_kernels(tmp_path):
+def test_what_needs_the_kernels_of_the_meta_device_imports_them(tmp_path):
+    """Modules of PyTorch, and arithmetic of this project."""
     code = "from models import import_meta_kernels as need\nneed()"
-    run(NEED, str(tmp_path), "torch._decomp", code)
+    names = sorted(NEED_KERNELS - {"torch._inductor"})
+    run(NEED, str(tmp_path), *names, f"torch._decomp:{code}")
 
 
 def make_classes() -> list:

@@ -18,6 +18,7 @@ from runtime.speculation import Speculation
 WIDTH = 16
 DECAY = 0.7
 GREEDY = Sampling(temperature=0)
+FRESH: dict[tuple, list[int]] = {}  # answers by kind and prompt
 REGISTERED = "_parameters", "_buffers", "_modules"
 
 
@@ -139,12 +140,12 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def fresh_answer(kind: str, ids: list[int], count: int) -> list[int]:
-    """The greedy answer, each token from a session that has seen nothing else."""
-    session, answer = open_session(kind), []
-    for _ in range(count):
+    """The greedy answer, each token from a session that has seen nothing else. Kept."""
+    session, answer = open_session(kind), FRESH.setdefault((kind, *ids), [])
+    while len(answer) < count:
         session.reset()
         answer += session.stream(ids + answer, 1, GREEDY)
-    return answer
+    return answer[:count]
 
 
 def test_decoding_keeps_the_state(kind):
