@@ -13,7 +13,7 @@ from runtime.session_steps import Details
 from server.errors import APIError
 from server.plan import GenerationRequest
 from tokenizer import Tokenizer
-from tool_calls.formats import CallPiece, Piece, TextPiece
+from tool_calls.parser import CallPiece, Piece, TextPiece
 
 # Of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
 FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length", None: None}

@@ -11,7 +11,7 @@ from server.errors import APIError
 from server.messages import Item, MessagesBody, error_body
 from server.plan import GenerationRequest
 from tokenizer import Tokenizer
-from tool_calls.formats import Piece, TextPiece
+from tool_calls.parser import Piece, TextPiece
 
 
 class MessageBuilder:

@@ -15,8 +15,9 @@ from server.forced_calls import forced_call
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
 from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
-from tool_calls.formats import NAME, find_format
+from tool_calls.formats import find_format
 from tool_calls.generic import GENERIC, messages_with_tools
+from tool_calls.parser import NAME
 from tool_calls.reading import template_calls
 
 MAX_ANSWERS = 8  # the largest `n`
