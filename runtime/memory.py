@@ -127,19 +127,19 @@ def plan_capacity(
     """
     usable = max(0, int((1 - LEFT_FREE) * free))
 
-    def needed(rows: int, length: int) -> int:
-        return cache_bytes(model, rows, length, cache_class, dtype)
+    def row_bytes(length: int) -> int:
+        return cache_bytes(model, 1, length + BLOCK, cache_class, dtype)
 
     limit, running = model.args.max_position, max(max_batch, KEPT)
     shortest = min(limit, LEAST_CONTEXT) if length is None else length
     if length is None:
         least = min(limit, LEAST_LENGTH)
-        running = min(running, max(1, usable // needed(1, least + BLOCK)))
+        running = min(running, max(1, usable // row_bytes(least)))
         lengths = [*range(0, limit, BLOCK), limit]
-        fitting = bisect_right(lengths, usable // running, key=lambda n: needed(1, n + BLOCK))
+        fitting = bisect_right(lengths, usable // running, key=row_bytes)
         length = lengths[max(0, fitting - 1)]
     length = max(length, shortest)
-    row = needed(1, length + BLOCK)
+    row = row_bytes(length)
     rows = min(usable // row, max(2 * max_batch, KEPT))
     if rows < 1:
         raise Shortage(

@@ -185,11 +185,11 @@ def long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 20}
 
 
-def shingles(text: str, length: int = 200) -> set[str]:
-    """Return the substrings of `length` characters that start at a line's start."""
+def shingles(text: str) -> set[str]:
+    """Return the substrings of 200 characters that start at a line's start."""
     lengths = (len(line) for line in text.splitlines(keepends=True))
     starts = itertools.accumulate(lengths, initial=0)
-    return {text[i : i + length] for i in starts if i + length <= len(text)}
+    return {text[i : i + 200] for i in starts if i + 200 <= len(text)}
 
 
 def check_leaks(corpus: Corpus) -> dict[str, float]:
