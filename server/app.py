@@ -57,8 +57,8 @@ from tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("moe_fast")
 Prepared = tuple[GenerationRequest, Builder]
 Endpoint = Callable[[Request], Awaitable[Response]]
-# Of Python's lock. Its own interval is as long as a decode step: the main thread would launch the
-# next one late.
+# A thread keeps Python's lock for this time. The default is as long as a decode step: the main
+# thread would launch the next step late.
 SWITCH_SECONDS = 5e-4
 REQUEST_ID = "request-id"  # a header of Anthropic's API
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive

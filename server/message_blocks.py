@@ -17,8 +17,8 @@ from tool_calls.parser import Piece, TextPiece
 class MessageBuilder:
     """Builds the blocks and events of one answer, see server.answers.Builder.
 
-    Without `thinking` in the request, thoughts that the model has nevertheless are not sent: then
-    clients expect text in the first block.
+    Without `thinking` in the request, clients expect text in the first block. If the model thinks
+    nevertheless, its thoughts are not sent.
     """
 
     def __init__(
