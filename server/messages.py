@@ -16,10 +16,9 @@ from server.schema import (
     TokenLimit,
     chat_error,
     part_text,
-    vocabulary_of,
 )
 from server.structured import StrictModel, report_unknown
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]

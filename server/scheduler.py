@@ -366,14 +366,14 @@ class Decoder:
         self.answers[number] = self.by_sequence[sequence] = answer
 
     def make_constraint(self, generation: Generation) -> Constraint | None:
-        """Return what holds an answer to its grammar and its length; None without these."""
+        """Return the constraint of an answer's grammar and least length; None without these."""
         constraint = self.make_grammar(generation)
         if generation.min_tokens:
             return MinTokens(generation.min_tokens, self.tokenizer.stop_ids, constraint)
         return constraint
 
     def make_grammar(self, generation: Generation) -> Constraint | None:
-        """Return what holds an answer to its grammar; None without one."""
+        """Return the constraint of an answer's grammar; None without one."""
         if generation.grammar is None:
             return None
         tokens = grammar_tokens(self.tokenizer, self.session.model.args.vocab_size)
@@ -431,7 +431,7 @@ class Decoder:
         del self.answers[answer.number], self.by_sequence[answer.sequence]
 
     def fail(self, number: int, error: Exception) -> None:
-        """End an answer by an error. Its row is forgotten."""
+        """End an answer with an error, and forget its row."""
         if answer := self.answers.get(number):
             row = answer.sequence.row
             self.remove(answer)

@@ -124,6 +124,11 @@ class TokenizerPool:
             end(process)
 
 
+def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:
+    """Return the tokenizer of this process."""
+    return tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
+
+
 def text_bytes(value: Any) -> int:
     """Return the bytes of all texts in a JSON value, those of an object's keys aside."""
     if isinstance(value, str):
@@ -135,8 +140,8 @@ def text_bytes(value: Any) -> int:
 def time_limit(line: str) -> float:
     """Return the seconds that a request may take, from its line.
 
-    They are the CPU's: on a busy machine a request takes longer, and is no bomb. A prompt of a
-    million tokens has 4 MB.
+    They are the CPU's seconds: a request that is slow because the machine is busy does not fail. A
+    prompt of a million tokens has 4 MB.
     """
     return TIME_LIMIT + len(line) * SECONDS_PER_BYTE
 
