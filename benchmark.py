@@ -41,6 +41,7 @@ from models.random_weights import (
     first_layers,
     free_memory,
     number_format,
+    published_config,
 )
 from parallel import process_group
 from parallel.heartbeat import fail
@@ -144,7 +145,8 @@ def main() -> int:
     default = min(SWEEP_LAYERS, args.n_layer) if options.sweep else args.n_layer
     args = first_layers(args, options.layers or default)
     if options.peer:
-        hf_model(args, torch.bfloat16, "meta")  # refuses what transformers lacks, too
+        config = published_config(options.arch)
+        hf_model(config, args, torch.bfloat16, "meta")  # refuses what transformers lacks, too
     source = RandomWeights(args, number_format(options.mode, args))
     process_group.check_agreement(vars(options), source)
     if not options.sweep:  # that one leaves out what does not fit

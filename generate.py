@@ -3,8 +3,8 @@
 Library entry points: `load_model` (runtime/loading.py) and `generate`; `open_session` for parsed
 options. To follow one token of an eager step, read `generate_all` here, `Session.stream_all`
 (runtime/session.py), `DecodeSteps.decode` (runtime/session_steps.py), then `Transformer.forward`
-and `Block.forward` in model.py. With --compile other code runs, on an H100 the fused kernels:
-docs/design.md, "What runs when".
+and `Block.forward` in model.py. --compile runs other code, on an H100 the fused kernels: see "What
+runs when" in docs/design.md.
 """
 
 from cli.ctrl_c import end_at_ctrl_c
@@ -144,7 +144,7 @@ def open_checkpoint(path: Path | None) -> Checkpoint:
 def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
     """Open the checkpoint of --checkpoint_path or --model; rank 0 downloads the latter if needed.
 
-    device: where weights are packed. Raises ValueError for a model that cannot be had.
+    device: where weights are packed. Raises ValueError as `open_checkpoint` and `prepare_for`.
     """
     check_checkpoint_path(options)
     if options.model is None:
@@ -155,7 +155,7 @@ def open_model(options: argparse.Namespace, device: torch.device) -> Checkpoint:
 
 
 def find_source(options: argparse.Namespace):
-    """Return what is known of the model without its weights, if it is not on this disk."""
+    """Return the model's checkpoint, or its description if it is not on this disk."""
     check_checkpoint_path(options)
     if options.model is None:
         return open_checkpoint(options.checkpoint_path)
@@ -167,7 +167,10 @@ def find_source(options: argparse.Namespace):
 def begin_compiling(
     options: argparse.Namespace, checkpoint: Checkpoint, device: torch.device
 ) -> None:
-    """Begin what the first launches need, if the options compile: before the model is loaded."""
+    """Begin to compile what the first launches need, if the options compile.
+
+    Called before the model is loaded, so that both happen at the same time.
+    """
     if options.compile or options.compile_prefill:
         use_compile_cache(options.compile_cache)
         if process_group.size() == 1:
@@ -290,7 +293,7 @@ def generate_all(
 def weight_statistics(session: Session | Speculation) -> dict:
     """Return bytes_per_token (of weights, all ranks), peak_bytes, and a Speculation's counts.
 
-    An automatic speculation that never drafted has none: its answer is that of plain steps.
+    An automatic speculation that never drafted has no counts: its answer is that of plain steps.
     """
     size = process_group.total(bytes_per_token(session.model))
     common = {"bytes_per_token": size, "peak_bytes": peak_bytes(session.device)}
@@ -300,11 +303,11 @@ def weight_statistics(session: Session | Speculation) -> dict:
 
 
 def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int) -> dict:
-    """Return what all layers needed for `tokens` tokens, since `expert_counters` was `before`.
+    """Return the traffic of offloaded experts since `expert_counters` returned `before`.
 
-    hits, misses (copied), on_cpu (experts needed, once a layer and step); hit_ratio and
-    cpu_ratio (of all needed); bytes and bytes_moved_per_token (copied to the devices, all ranks).
-    Ratios are None if nothing was needed.
+    tokens: computed since then. hits, misses (copied) and on_cpu count the experts that were
+    needed, once a layer and step; hit_ratio and cpu_ratio are shares of these, None if there are
+    none. bytes and bytes_moved_per_token were copied to the devices, of all ranks.
     """
     layers = list(zip(expert_counters(model), before, strict=True))
     found = {name: sum(new[name] - old[name] for new, old in layers) for name in COUNTERS}
@@ -498,10 +501,11 @@ def check_clocks(kind: str | None) -> None:
 def choose_speculation(options: argparse.Namespace, prompts: int) -> str:
     """Return how drafts are made: off, auto, or always by "lookup", "mtp" or "model".
 
-    The default is auto where that cannot slow an answer down. It is for one sequence. Offloaded
-    experts are left out: those of drafts evict others. So is a single answer that is compiled: an
-    H200 decodes 500 to 800 tokens in the time of four captures. A chat captures between its
-    answers, if its passes are quick (`prepare_session`). Raises ValueError as `check_clocks`.
+    The default is auto for one sequence on one rank, where it cannot slow an answer down. It is
+    off with offloaded experts: the experts of drafts would evict others. It is off for a single
+    compiled answer, too: an H200 decodes 500 to 800 tokens in the time of four captures. A chat
+    captures between its answers, if its passes are quick (`prepare_session`). Raises ValueError as
+    `check_clocks`.
     """
     kind, ranks = options.speculate, process_group.size()
     check_clocks(kind)
@@ -595,7 +599,7 @@ def chat(
     turns.silent = not process_group.is_main()
     for name, given in process_group.share_each(partial(read_requests, turns.last_message)):
         turns.handle(name, given)
-        with suppress_ctrl_c():  # as at the prompt, which comes after it
+        with suppress_ctrl_c():  # as at the prompt that follows
             while isinstance(session, Speculation) and session.captures.capture_next():
                 pass  # the user reads the answer meanwhile
 

@@ -33,7 +33,7 @@ from ops.plain.rope import rope_frequencies, rope_table, rotate
 from ops.plain.topk import top_k
 from ops.products.prompt import grouped_mm
 
-# Up to this number of tokens, experts are sorted by counting: one or two kernels, where a sort is
+# Up to this number of tokens, experts are sorted by counting, in one or two kernels; a sort takes
 # more. runtime/session.py pads compiled prompts to more tokens, so that all take the other branch.
 COUNTING_SORT_MAX_TOKENS = 32
 
@@ -126,7 +126,7 @@ class Linear(nn.Module):
         self.bias = new_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)  # without bias: Inductor leaves product + bias to cuBLAS
+        y = F.linear(x, self.weight)  # no bias here: Inductor would leave product + bias to cuBLAS
         return y if self.bias is None else y + self.bias
 
 
@@ -240,7 +240,7 @@ class Experts(nn.Module):
         return self.w2.gather(h, expert_indices)
 
     def per_expert_grouped(self, x: Tensor, expert_indices: Tensor) -> Tensor:
-        """The same by `grouped`, for many tokens. Undefined where the index is n_expert."""
+        """Return the same by `grouped`, for many tokens; undefined where an index is n_expert."""
         tokens, active = expert_indices.shape
         order, inverse, group_ends = group_by_expert(expert_indices, self.n_expert)
         return self.grouped(x[order // active], group_ends)[inverse].view(tokens, active, -1)
@@ -343,10 +343,10 @@ class KVCache(nn.Module):
         self.register_buffer("kv", kv, persistent=False)
 
     def append(self, kv: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Write keys and values [B, Q, 2, K, C]; return keys and values [B, K, S, C] of the mask.
+        """Write keys and values [B, Q, 2, K, C]; return those that the mask covers, [B, K, S, C].
 
-        Fewer sequences than the cache has rows are its first. A chunk gets the keys and values of
-        its own sequence up to its end, [K, end, C] each, or the latest of them.
+        Sequences that are fewer than the cache's rows are its first rows. A chunk gets the keys and
+        values of its own sequence up to its end, [K, end, C] each; from a ring, the latest of them.
         """
         return self.write(self.kv, kv, context).unbind()
 
@@ -363,7 +363,7 @@ class KVCache(nn.Module):
         return self.of_chunk(memory, context.chunk)
 
     def of_chunk(self, memory: Tensor, chunk: Chunk) -> Tensor:
-        """Return what `append` does of a chunk that is stored in memory [2, B, K, S, C]."""
+        """Return what `append` returns for a chunk that memory [2, B, K, S, C] already holds."""
         live = memory.narrow(3, 0, chunk.end)
         return (live if memory.shape[1] == 1 else live.index_select(1, chunk.row)).squeeze(1)
 

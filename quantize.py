@@ -100,11 +100,11 @@ def make_format(options: argparse.Namespace, args: ModelArgs, dtype: str) -> dic
 
 
 def refuse_gguf(path: Path) -> None:
-    """Raise ValueError for a path by which generate.py runs a GGUF file."""
+    """Raise ValueError for the path of a GGUF file: generate.py runs it as it is."""
     file = find_gguf(path)
     if file is not None and file.is_file():
         fix = f"run it as it is: python generate.py --checkpoint_path {shlex.quote(str(file))}"
-        raise ValueError(f"{file} is a GGUF file, of which no other format is made; {fix}")
+        raise ValueError(f"{file} is a GGUF file, which is not quantized again; {fix}")
 
 
 def quantize_directory(options: argparse.Namespace, path: Path, device: torch.device) -> Path:

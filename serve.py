@@ -59,7 +59,7 @@ log = logging.getLogger("moe_fast")
 
 
 class Listener(socket.socket):
-    """A bound TCP socket, which listens when the model is loaded.
+    """A bound TCP socket that listens once the model is loaded.
 
     Linux lets two sockets with SO_REUSEADDR have one address until one of them listens. Without
     SO_REUSEADDR a server could not start for a minute after another has ended. So `claim` takes a
@@ -143,8 +143,8 @@ def open_speculation(
 ) -> Speculation | None:
     """Return what drafts for up to four answers at a time; None: nothing does.
 
-    The default leaves out several ranks and offloaded experts as generate.py does, and passes that
-    a start would wait for.
+    By default nothing drafts on several ranks or with offloaded experts, as in generate.py, nor
+    where the start would have to wait for the captures of passes.
     """
     drafts = passes_are_quick(session) and process_group.size() == 1 and not options.offload
     kind = options.speculate or ("auto" if drafts else "off")

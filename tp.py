@@ -7,8 +7,8 @@ head along V. A block then all-reduces [T, D] twice: after `wo`, and after the w
 experts. Expert parallelism gives a rank E / N whole experts instead. Each family has a shard table
 (models/). parallel/ has the processes and collectives.
 
-These modules replace the model's: AllReduceAddNorm and FusedScores (the router), AllReduceStreams
-and MeanScores, ShardedExperts, GatheredHead.
+These modules replace the model's: ShardedExperts its experts, GatheredHead its head, FusedScores or
+MeanScores its router, AllReduceAddNorm (AllReduceSandwich, AllReduceStreams) its AddNorm.
 """
 
 from collections.abc import Sequence
@@ -196,7 +196,7 @@ class ShardedExperts(Experts):
     def __init__(self, experts: Experts, first: int, count: int):
         nn.Module.__init__(self)
         self.w13, self.w2, self.activation = experts.w13, experts.w2, experts.activation
-        self.kind = type(experts)  # of experts, which has what is between the two products
+        self.kind = type(experts)  # its methods compute what is between the two products
         self.choose_from = experts.n_expert
         self.first, self.n_expert = first, count
         if count < experts.n_expert:
@@ -313,7 +313,7 @@ def group_problem(path: str, spec: dict, shard: Shard | None, ranks: int) -> str
 
 
 def grouped_lengths(path: str, spec: dict, shard: Shard | None, ranks: int) -> list[int]:
-    """Return the lengths that a rank holds along an axis that has groups, which divide them."""
+    """Return a rank's lengths along an axis with groups: a group has to divide each of them."""
     inner = 2 if ".experts." in path else 1  # the axis of the input dimension
     axes = (inner, inner - 1) if FORMATS[spec["format"]].blocks else (inner,)
     if shard is None or shard.axis not in axes:
@@ -322,8 +322,8 @@ def grouped_lengths(path: str, spec: dict, shard: Shard | None, ranks: int) -> l
     count, width = shard.segments[-1]
     is_last_block = shard.axis == inner - 1 and count * width < spec["group_size"]
     if is_last_block and not any(n % spec["group_size"] for n in lengths[:-1]):
-        # Rows that begin a block, which is not full (Laguna's gates). A rank's part of them is such
-        # a block, too, of the same scale.
+        # The last rows fill only a part of a block (Laguna's gates). A rank's part of these rows is
+        # such a block, too, with the same scale.
         lengths.pop()
     return lengths
 
@@ -350,7 +350,7 @@ def shard_refusal(args: ModelArgs, format: dict, ranks: int, parallel: str) -> s
 
 
 def regroupings(whole: nn.Module, modules: dict[str, dict]) -> dict[str, Regrouping]:
-    """Return the packed modules of a whole model whose groups its shards divide.
+    """Return a Regrouping for each packed module of a whole model whose groups its shards cut.
 
     Where blocks have rows, too, these include the modules whose last block is not full.
     """

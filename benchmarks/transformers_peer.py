@@ -15,7 +15,8 @@ from cli.log import log_to_stderr
 from formats.quantizer import DTYPES
 from model import ModelArgs
 from models import build_model, family_of
-from models.random_weights import free_memory, random_prompt
+from models.config import nested_text_config
+from models.random_weights import free_memory, published_config, random_prompt
 from parallel.device import pick_device
 from runtime.sampling import Sampling
 from runtime.weights import bytes_per_token, peak_bytes
@@ -26,28 +27,42 @@ log = logging.getLogger("moe_fast")
 SETTINGS = tuple(itertools.product(("static", "dynamic"), ("batched_mm", "grouped_mm", "eager")))
 
 
-def hf_config(args: ModelArgs) -> dict:
-    """Return the config.json of these args. Raises ValueError if transformers' model differs."""
+def hf_config(config: dict, args: ModelArgs):
+    """Return transformers' config of the first layers of a config.json's model.
+
+    args: of these layers. Raises ValueError if transformers' model differs.
+    """
+    from transformers import AutoConfig
+
     family = family_of(args)
-    config = family.to_hf(args)
-    if family.from_hf(config) != args:
+    given = nested_text_config(config) | {"model_type": family.name}
+    given.pop("quantization_config", None)
+    whole, count = AutoConfig.for_model(**given), family.published_layers(args)
+    given["num_hidden_layers"] = count
+    for name, value in vars(whole).items():  # layer_types, also if the class has made it
+        if isinstance(value, list) and len(value) == whole.num_hidden_layers:
+            given[name] = value[:count]
+    found = AutoConfig.for_model(**given)
+    if family.from_hf(found.to_dict()) != args:
         raise ValueError(
             f"--peer hf: transformers' {family.name} cannot have these args: leave --peer out"
         )
-    return config
+    return found
 
 
-def hf_model(args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
-    """Return transformers' model of these args. Raises ValueError if there is none."""
+def hf_model(config: dict, args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
+    """Return transformers' model. Raises ValueError if there is none.
+
+    config, args: as for `hf_config`.
+    """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
     except ImportError:
         raise ValueError(
             "--peer hf needs transformers: pip install 'transformers>=5.0,<6'"
         ) from None
-    config = AutoConfig.for_model(**hf_config(args))
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(hf_config(config, args), dtype=dtype).eval()
     model.generation_config.eos_token_id = None  # no answer is short; n-grams' hashes need one
     with torch.device("meta"):
         models = build_model(args), model
@@ -114,7 +129,8 @@ def measure_peer(args: ModelArgs, options: argparse.Namespace) -> dict:
 
     device = pick_device(options.device)
     dtype = options.mode if options.mode in DTYPES else "bf16"
-    model, found = hf_model(args, DTYPES[dtype], device), {}
+    config, found = published_config(options.arch), {}
+    model = hf_model(config, args, DTYPES[dtype], device)
     transformers.logging.set_verbosity_error()
     prompt = torch.tensor([random_prompt(args, options.prompt_len)], device=device)
     for kind, experts in SETTINGS:

@@ -311,7 +311,7 @@ def build_parser() -> Parser:
         ),
     )
     parser.begin_group("model", "random weights, or a checkpoint")
-    arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists all"
+    arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists the nearest"
     parser.add_argument("--arch", metavar="NAME", help=arch)
     parser.add_argument("--mode", default="bf16", help="number format of random weights (bf16)")
     parser.add_number("--layers", "only the first N layers of random weights")

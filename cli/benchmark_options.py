@@ -39,7 +39,7 @@ def build_parser() -> Parser:
 
 def add_measure_options(parser: Parser) -> None:
     """Add the model, its number format, lengths, how it is run, and what is reported."""
-    arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists all"
+    arch = "a Hugging Face config.json, or a name as Mixtral-8x7B; a wrong one lists the nearest"
     parser.add_argument("--arch", required=True, metavar="NAME", help=arch)
     mode = f"number format: {', '.join((*DTYPES, *format_names()))}, or ATTENTION-EXPERTS (bf16)"
     mode += "; with +FORMAT, shared experts are in that one"

@@ -34,7 +34,7 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int) -> dict[str, byt
     kind, tokens = name_of(values, "model"), texts(values, "tokens")
     if not tokens or len(tokens) > vocab_size:
         raise ValueError(f"it has {len(tokens)} tokens for {vocab_size} rows of the embedding")
-    types = whole_numbers(values, "token_type", len(tokens))
+    types = token_types(values, len(tokens))
     if kind == "llama":
         files = {"tokenizer.model": sentencepiece_model(values, tokens, types)}
         bos = True
@@ -73,13 +73,13 @@ def texts(values: Mapping[str, Any], key: str) -> list[str]:
     return found
 
 
-def whole_numbers(values: Mapping[str, Any], key: str, count: int) -> list[int]:
-    """Return an array with a number for each token; ones if the file has none."""
-    found = values.get(KEY + key)
+def token_types(values: Mapping[str, Any], count: int) -> list[int]:
+    """Return the type of each token; ones if the file has none."""
+    found = values.get(f"{KEY}token_type")
     if found is None:
         return [1] * count
     if not hasattr(found, "dtype") or found.dtype.kind not in "iu" or len(found) != count:
-        raise ValueError(f"its {KEY}{key} is not a whole number for each of {count} tokens")
+        raise ValueError(f"its {KEY}token_type is not a whole number for each of {count} tokens")
     return found.tolist()
 
 

@@ -24,7 +24,7 @@ from offload.profile import FILE_NAME, Profile, read_profile
 from ops.plain.attention import BLOCK
 from parallel import process_group
 from runtime.draft_vocab import DRAFT_VOCAB
-from runtime.loading import head_source, shared_parameters
+from runtime.loading import head_source, shared_parameters, stored_dtype
 from runtime.memory import (
     LEAST_CONTEXT,
     PREFILL_CHUNK,
@@ -69,7 +69,7 @@ def lower_gpu_memory(options: argparse.Namespace, capacity: Capacity) -> None:
 
 def sizes_of(source, dtype: torch.dtype | None, parallel: str = "tensor") -> ModelSizes:
     """Return the sizes of a rank's model. dtype: of unpacked weights; None: the source's."""
-    dtype = dtype or DTYPES[source.format.get("dtype", source.format["name"])]
+    dtype = dtype or stored_dtype(source)
     args = args_of_checkpoint(source)
     return ModelSizes(args, source.format, dtype, parallel, process_group.size())
 

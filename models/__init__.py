@@ -68,7 +68,12 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": KimiLinear(),
 }
 
-# Published models by name, for benchmark.py.
+# The config.json and the args of published models by name, for benchmark.py.
+CONFIGS: dict[str, dict] = {
+    name: {"model_type": family.name} | config
+    for family in FAMILIES.values()
+    for name, config in family.shapes.items()
+}
 ARCHITECTURES: dict[str, ModelArgs] = {
     name: family.from_hf(config)
     for family in FAMILIES.values()

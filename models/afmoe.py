@@ -113,11 +113,6 @@ class Afmoe(WindowedFamily):
             c["layer_types"] = [KINDS[(layer + 1) % every == 0] for layer in layers]
         return super().window_fields(c)
 
-    def to_hf(self, args: AfmoeArgs) -> dict:
-        config = super().to_hf(args)
-        del config["mlp_only_layers"]
-        return config | {"num_dense_layers": len(args.dense_layers)}
-
     # GGUF files ---------------------------------------------------------------------------------
 
     gguf = "afmoe"

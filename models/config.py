@@ -321,30 +321,6 @@ def common_fields(c: HFConfig) -> dict:
     return {"family": c.family.name} | fields
 
 
-def common_keys(family, args) -> dict:
-    """Return a config.json for these args: the inverse of `common_fields` and `window_field`."""
-    rows = COMMON_FIELDS | family.field_of_key
-    config = {own_key(family, key): getattr(args, name) for key, name in rows.items()}
-    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    config |= {
-        "model_type": family.name,
-        "intermediate_size": args.dense_intermediate or args.intermediate,
-        expert_width_key(family): args.intermediate,
-        "rope_parameters": rope,
-        "use_sliding_window": args.sliding_window is not None,
-        "sliding_window": args.sliding_window,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-    if "first_k_dense_replace" in family.defaults:
-        config["first_k_dense_replace"] = len(args.dense_layers)
-    elif has_dense_layers(family):
-        config["mlp_only_layers"] = list(args.dense_layers)
-    if (shared := own_key(family, "n_shared_experts")) in family.defaults:
-        config[shared] = args.shared_intermediate // args.intermediate
-        config["num_nextn_predict_layers"] = 0
-    return config
-
-
 def has_dense_layers(family) -> bool:
     """Whether config.json may ask for dense layers: then it has two intermediate sizes."""
     return "moe_intermediate_size" in family.defaults
@@ -404,13 +380,6 @@ def read_mlp_types(c: HFConfig, first_dense: int) -> None:
         c.refuse("mlp_layer_types", f"'dense' or 'sparse' is needed for each of {n_layer} layers")
     c["mlp_only_layers"] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     c["first_k_dense_replace"], c["decoder_sparse_step"] = 0, 1
-
-
-def mlp_types(args) -> dict:
-    """Return the key that `read_mlp_types` reads."""
-    dense = args.dense_layers
-    kinds = ["dense" if layer in dense else "sparse" for layer in range(args.n_layer)]
-    return {"mlp_layer_types": kinds}
 
 
 def listed_kinds(c: HFConfig, known: tuple[str, ...]) -> list[str] | None:

@@ -1,7 +1,6 @@
 """ERNIE 4.5: softmax routing whose choice a bias corrects, shared experts, RoPE in pairs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,17 +94,6 @@ class Ernie4_5Moe(ScaledRopeFamily):
         return fields | {
             "dense_layers": dense,
             "dense_intermediate": c.integer("intermediate_size") if dense else 0,
-        }
-
-    def to_hf(self, args: Ernie4_5MoeArgs) -> dict:
-        config = super().to_hf(args)
-        sparse = [n for n in range(args.n_layer) if n not in args.dense_layers]
-        step: Any = sparse[1] - sparse[0] if len(sparse) > 1 else 1
-        del config["mlp_only_layers"]
-        return config | {
-            "moe_layer_start_index": sparse[0] if sparse else args.n_layer,
-            "moe_layer_end_index": sparse[-1] if sparse else args.n_layer - 1,
-            "moe_layer_interval": step,
         }
 
     def attention_recipes(self, args: Ernie4_5MoeArgs) -> Recipes:

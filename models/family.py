@@ -14,7 +14,6 @@ from model import ModelArgs, Transformer
 from models.config import (
     HFConfig,
     common_fields,
-    common_keys,
     nested_text_config,
     own_key,
     window_field,
@@ -100,7 +99,7 @@ class Family:
     is_nested: bool = False  # it may have the language model's as `text_config`
     defaults: Mapping = NOTHING  # values of absent keys, those of transformers' config class
     renamed_keys: Mapping[str, str] = NOTHING  # its own key -> the shared one
-    field_of_key: Mapping[str, str] = NOTHING  # shared key -> field, for both directions
+    field_of_key: Mapping[str, str] = NOTHING  # shared key -> field
     nullable: tuple[str, ...] = ()  # its own keys for which null means something
     fixed: Mapping = NOTHING  # fields with one value in the whole family
     needed: Mapping = NOTHING  # values that differ from the key's default, as for `only`
@@ -149,10 +148,6 @@ class Family:
 
     def window_fields(self, c: HFConfig) -> dict:
         return window_field(c)
-
-    def to_hf(self, args: ModelArgs) -> dict:
-        """Return a config.json for these args: the inverse of `from_hf`."""
-        return common_keys(self, args)
 
     @property
     def sharded_fields(self) -> tuple[str, ...]:

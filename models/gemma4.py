@@ -385,29 +385,6 @@ class Gemma4Text(Family):
         full = tuple(sorted({*full, c.integer("num_hidden_layers") - 1}))
         return {"sliding_window": c.integer("sliding_window"), "full_layers": full}
 
-    def to_hf(self, args: Gemma4Args) -> dict:
-        """Return a config.json of the text model alone."""
-        config = super().to_hf(args)
-        rope = config.pop("rope_parameters")
-        config.pop("use_sliding_window")
-        part = args.global_rotary_dim / args.global_head_dim
-        proportional = ROPE[KINDS[1]] | {
-            "rope_theta": args.global_rope_theta,
-            "partial_rotary_factor": part,
-        }
-        return (
-            config
-            | self.needed
-            | {
-                "model_type": Gemma4Text.name,
-                "intermediate_size": args.shared_intermediate,
-                "layer_types": [KINDS[n in args.full_layers] for n in range(args.n_layer)],
-                "global_head_dim": args.global_head_dim,
-                "num_global_key_value_heads": args.global_kv_head,
-                "rope_parameters": {KINDS[0]: rope, KINDS[1]: proportional},
-            }
-        )
-
     def attention_memory(self, args: Gemma4Args, length: int) -> tuple[int, int]:
         full = len(args.full_layers)
         window = 2 * args.n_kv_head * args.head_dim

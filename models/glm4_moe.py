@@ -90,7 +90,4 @@ class Glm4Moe(PartialRopeFamily):
         fields = super().arg_fields(c)
         return fields | {"qk_norm": "head" if c.flag("use_qk_norm") else "none"}
 
-    def to_hf(self, args: Glm4MoeArgs) -> dict:
-        return super().to_hf(args) | {"use_qk_norm": args.qk_norm == "head"}
-
     shapes = {"GLM-4.5-Air": dict(head_dim=128, rope_theta=1e6, attention_bias=True)}

@@ -1,10 +1,10 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and sigmoid routing, without groups."""
 
 from model import ModelArgs
-from models.config import HFConfig, mlp_types, read_mlp_types, unsupported
+from models.config import HFConfig, read_mlp_types, unsupported
 from models.family import ONE_MORE_LAYER
 from models.gguf import Values
-from models.latent_family import LatentArgs, LatentFamily, LatentTransformer
+from models.latent_family import LatentFamily, LatentTransformer
 from models.layers.group_routing import SigmoidRoutedMoE
 
 
@@ -77,9 +77,6 @@ class Glm4MoeLite(LatentFamily):
     def arg_fields(self, c: HFConfig) -> dict:
         read_mlp_types(c, first_dense=1)
         return super().arg_fields(c)
-
-    def to_hf(self, args: LatentArgs) -> dict:
-        return super().to_hf(args) | mlp_types(args)
 
     # config.json of zai-org/GLM-4.7-Flash. It has the defaults but for RoPE's theta.
     shapes = {"GLM-4.7-Flash": dict(rope_theta=1e6, num_nextn_predict_layers=1)}

@@ -116,14 +116,6 @@ class GraniteMoeHybrid(MambaFamily, GraniteFamily):
             c.refuse("layer_types", "some layers must have attention")
         return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind in ATTENTION)}
 
-    def to_hf(self, args: GraniteMoeHybridArgs) -> dict:
-        kinds = [(MAMBA[0], ATTENTION[0])[n in args.full_layers] for n in range(args.n_layer)]
-        return super().to_hf(args) | {
-            "layer_types": kinds,
-            "position_embedding_type": "rope" if args.has_rope else None,
-            "mamba_expand": args.mamba_heads * args.mamba_head_dim // args.dim,
-        }
-
     def expert_recipes(self, args: GraniteMoeHybridArgs, layout: PublishedLayout) -> Recipes:
         """Published with gate and up of the shared expert in one tensor; not so in GGUF files."""
         D, width, theirs = args.dim, args.shared_intermediate, "mlp.shared_expert."

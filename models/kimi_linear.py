@@ -10,7 +10,6 @@ from models.config import (
     MAX_INTEGERS,
     HFConfig,
     full_layers,
-    mlp_types,
     read_mlp_types,
     unsupported,
 )
@@ -189,13 +188,6 @@ class KimiLinear(LatentFamily):
     def window_fields(self, c: HFConfig) -> dict:
         """Every fourth layer but the first has latent attention, unless the file says otherwise."""
         return {"full_layers": full_layers(c, KINDS, lambda n: n > 0 and n % 4 == 0)}
-
-    def to_hf(self, args: KimiLinearArgs) -> dict:
-        kinds = [KINDS[n in args.full_layers] for n in range(args.n_layer)]
-        config = super().to_hf(args) | mlp_types(args) | {"layer_types": kinds}
-        config["num_expert_group"] = config.pop("n_group")
-        del config["rope_parameters"], config["use_sliding_window"]
-        return config
 
     def attention_memory(self, args: KimiLinearArgs, length: int) -> tuple[int, int]:
         """A chunk runs latent attention or the delta rule, in fp32; a sequence has snapshots."""

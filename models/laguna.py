@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Block, Linear
-from models.config import HFConfig, mlp_types, read_mlp_types
+from models.config import HFConfig, read_mlp_types
 from models.family import PublishedLayout, Shard
 from models.layers.gated_attention import GatedOutput
 from models.layers.group_routing import SigmoidRoutedMoE
@@ -184,19 +184,6 @@ class Laguna(LayerRopeFamily):
             | {
                 "gate": GATES[gating],
                 "router_softcap": c.number("moe_router_logit_softcapping") if capped else None,
-            }
-        )
-
-    def to_hf(self, args: LagunaArgs) -> dict:
-        heads = args.layer_heads or (args.n_head,) * args.n_layer
-        names = {ours: theirs for theirs, ours in GATES.items()}
-        return (
-            super().to_hf(args)
-            | mlp_types(args)
-            | {
-                HEADS: list(heads),
-                "gating": names[args.gate],
-                "moe_router_logit_softcapping": args.router_softcap or 0.0,
             }
         )
 

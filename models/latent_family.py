@@ -20,7 +20,7 @@ from models.layers.scaled_rope import (
     ScaledRopeTransformer,
     scaled_rope_table,
 )
-from models.layers.yarn import yarn_attention_scale, yarn_mscale, yarn_scale
+from models.layers.yarn import yarn_attention_scale, yarn_scale
 from models.tensors import Recipe, Recipes, copy_of, interleaved_to_halves
 
 
@@ -37,12 +37,6 @@ class LatentArgs(ScaledRopeArgs):
     q_rank: int | None = None  # the same for queries; None: they are made of x
     value_dim: int = 128  # numbers of a head's value
     attention_scale: float | None = None  # of attention scores; None: C ** -0.5
-
-    @property
-    def rope_stretch(self) -> float:
-        """How much longer sequences became by scaled RoPE."""
-        scaling = self.yarn or self.llama3
-        return scaling.factor if scaling else self.rope_factor
 
     def constraints(self) -> dict[str, bool]:
         groups = self.n_group in (1, *range(self.n_expert // 2 + 1))
@@ -156,20 +150,6 @@ class LatentFamily(ScaledRopeFamily):
         """A chunk expands keys and values, pads and concatenates them: five times their size."""
         expanded = 5 * min(args.n_head, HEADS_AT_ONCE) * length * args.head_dim
         return args.kv_rank + args.rotary_dim, expanded
-
-    def to_hf(self, args: LatentArgs) -> dict:
-        config = super().to_hf(args)
-        if args.attention_scale:
-            mscale = yarn_mscale(args.attention_scale, args.head_dim, args.rope_stretch)
-            config["rope_parameters"]["mscale_all_dim"] = mscale
-        return config | {
-            "num_key_value_heads": args.n_head,
-            "head_dim": args.rotary_dim,
-            "qk_nope_head_dim": args.head_dim - args.rotary_dim,
-            "n_group": args.n_group,
-            "topk_group": args.n_active_group,
-            "topk_method": self.topk_methods[args.n_group > 1 and len(self.topk_methods) > 1],
-        }
 
     def attention_recipes(self, args: LatentArgs) -> Recipes:
         """wqkv is made of what depends on the position alone; wq and wkv are per head."""

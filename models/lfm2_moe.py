@@ -107,12 +107,6 @@ class Lfm2Moe(ScaledRopeFamily):
             c.refuse("layer_types", "it needs a value")
         return {"full_layers": tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1])}
 
-    def to_hf(self, args: Lfm2MoeArgs) -> dict:
-        return super().to_hf(args) | {
-            "num_dense_layers": len(args.dense_layers),
-            "layer_types": [KINDS[n in args.full_layers] for n in range(args.n_layer)],
-        }
-
     # GGUF files ---------------------------------------------------------------------------------
 
     gguf = "lfm2moe"

@@ -1,7 +1,7 @@
 """Mellum 2: Qwen3-MoE with windows, and RoPE by kind of layer."""
 
 from model import Block
-from models.config import HFConfig, mlp_types, read_mlp_types
+from models.config import HFConfig, read_mlp_types
 from models.family import APART
 from models.layers.layer_rope import (
     LayerRopeArgs,
@@ -81,6 +81,3 @@ class Mellum(LayerRopeFamily):
     def head_fields(self, args: LayerRopeArgs) -> dict:
         """The head has the window."""
         return super().head_fields(args) | {"full_layers": ()}
-
-    def to_hf(self, args: LayerRopeArgs) -> dict:
-        return super().to_hf(args) | mlp_types(args)

@@ -193,16 +193,6 @@ class NemotronH(MambaFamily):
             c.integer("sliding_window")
         return {}
 
-    def to_hf(self, args: NemotronHArgs) -> dict:
-        kinds = []
-        for n in range(args.n_layer):
-            kinds.append(MIXERS[n in args.full_layers])
-            if n not in args.mixer_layers:
-                kinds.append("mlp" if n in args.dense_layers else "moe")
-        config = super().to_hf(args)
-        del config["rope_parameters"], config["use_sliding_window"]
-        return config | {"num_hidden_layers": len(kinds), "layers_block_type": kinds}
-
     def published_layers(self, args: NemotronHArgs) -> int:
         return args.published_at(args.n_layer)
 

@@ -114,19 +114,6 @@ class Phimoe(Family):
             c.refuse("num_experts_per_tok", "it must be 2 for SparseMixer")
         return super().arg_fields(c) | longrope_fields(c)
 
-    def to_hf(self, args: PhimoeArgs) -> dict:
-        config = super().to_hf(args)
-        if args.rope_factors:
-            config["rope_parameters"] |= {
-                "rope_type": "longrope",
-                "original_max_position_embeddings": args.max_position,
-                "short_factor": list(args.rope_factors),
-                "long_factor": list(args.rope_factors),
-                "short_mscale": args.rope_scale,
-                "long_mscale": args.rope_scale,
-            }
-        return config
-
     def norm_recipes(self, args: PhimoeArgs) -> Recipes:
         return norm_recipes(args) | norm_recipes(args, "bias")
 
@@ -146,7 +133,9 @@ class Phimoe(Family):
             rope_scaling=dict(
                 type="longrope",
                 short_factor=[1.0] * 64,  # not the published ones, which change no time
+                long_factor=[1.0] * 64,
                 short_mscale=1.243163121016122,
+                long_mscale=1.243163121016122,
                 original_max_position_embeddings=4096,
             ),
         ),

@@ -197,14 +197,6 @@ class Qwen4ExpText(HybridFamily):
             c["layer_types"] = [KINDS[1] if kind == INDEXED else kind for kind in kinds]
         return super().window_fields(c)
 
-    def to_hf(self, args: Qwen4ExpArgs) -> dict:
-        config = super().to_hf(args)
-        kinds = [INDEXED if kind == KINDS[1] else kind for kind in config["layer_types"]]
-        own = {"output_gate_type": args.delta_gate, "indexer_kv_heads": 1}
-        own |= {"ple_embed_dim": args.ngram_dim, "eos_token_id": args.ngram_end}
-        own["ple_layer_ids"] = [layer + 1 for layer in args.ngram_layers]
-        return config | own | {"layer_types": kinds}
-
     def attention_memory(self, args: Qwen4ExpArgs, length: int) -> tuple[int, int]:
         """A chunk's streams are several at once; some queries have scores of all blocks, fp32."""
         cached, extra = super().attention_memory(args, length)

@@ -13,7 +13,7 @@ from formats import FORMATS, PLAIN
 from formats.base import Parts
 from formats.quantizer import DTYPES, formats_of_mode, pack_weight, plan_format, scale_dtype
 from model import ModelArgs
-from models import ARCHITECTURES, args_from_hf, build_model
+from models import ARCHITECTURES, CONFIGS, args_from_hf, build_model
 
 SHARED = ".ffn.shared."  # Paths of shared experts' modules have it.
 # A table of n-grams has 320 million rows, which would take minutes to make: rows repeat.
@@ -21,14 +21,19 @@ DISTINCT_ROWS = 1 << 20
 
 
 def architecture(name: str) -> ModelArgs:
-    """Return the args of a name in ARCHITECTURES, or of a Hugging Face config.json.
+    """Return the args of `published_config`. Raises ValueError as that does."""
+    return ARCHITECTURES.get(name) or args_from_hf(published_config(name))
+
+
+def published_config(name: str) -> dict:
+    """Return the config.json of a name in CONFIGS, or of a file.
 
     Raises ValueError for anything else.
     """
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
+    if name in CONFIGS:
+        return CONFIGS[name]
     if not Path(name).is_file():
-        near = ", ".join(get_close_matches(name, ARCHITECTURES, n=4, cutoff=0))
+        near = ", ".join(get_close_matches(name, CONFIGS, n=4, cutoff=0))
         why = "neither a config.json nor one of the names that `shapes` in models/*.py have"
         raise ValueError(f"--arch {name}: {why}. The nearest: {near}")
     try:
@@ -37,7 +42,7 @@ def architecture(name: str) -> ModelArgs:
         raise ValueError(f"--arch {name}: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"--arch {name}: it holds no JSON object; give a model's config.json")
-    return args_from_hf(config)
+    return config
 
 
 def first_layers(args: ModelArgs, count: int) -> ModelArgs:

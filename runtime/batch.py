@@ -28,14 +28,14 @@ from runtime.session_prompts import (
 from runtime.session_steps import Details
 
 STEP_SIZES = (1, 2, 4, 8)  # rows of a compiled step; above that, multiples of the last
-# Tokens of a prompt that run at once beside running sequences. Those step after every STEP_EVERY
-# layers of it: on an H200 about 10 ms of a 30B model.
+# Tokens of a prompt that run at once while other sequences decode. Those step after every
+# STEP_EVERY layers of the prompt: about every 10 ms with a 30B model on an H200.
 SHARED_CHUNK, STEP_EVERY = 1024, 4
-# The longest prompt, in tokens, that runs in decode steps, one token a step: they are compiled,
-# other sequences decode meanwhile, and prompts that arrive together run together.
+# The longest prompt, in tokens, that runs in decode steps, one token a step: steps are compiled,
+# other sequences decode in them, and prompts that arrive together run together.
 STEPPED_PROMPT = 8
-# Greedy, and among the likeliest tokens: each is another step (`Sampling.candidates`). A step that
-# chooses among all tokens is made when a sequence needs it: Inductor compiles it, for each size.
+# Greedy, and sampled from the likeliest tokens: each is another step (`Sampling.candidates`). One
+# that samples from all tokens is made when a sequence needs it: Inductor compiles it for each size.
 WAYS = Sampling(0.0), Sampling(1.0)
 
 
@@ -56,7 +56,7 @@ class Running:
     watch: bool = False  # report each token's Details
     constraint: Constraint | None = None
     drafts: bool = True  # tokens may be drafted, if the batch drafts
-    row: int | None = None  # None: no row yet, or none any more
+    row: int | None = None  # None: it waits for a row, or has ended
     cached_tokens: int = 0  # prompt tokens found in a row
     drafted: int = 0  # tokens drafted for it
     accepted: int = 0  # of these
@@ -83,7 +83,7 @@ class Launched(NamedTuple):
 
 
 class Batch:
-    """Up to `max_batch` sequences on a session's rows, of which there may be more."""
+    """Up to `max_batch` sequences on a session's rows; the session may have more rows."""
 
     def __init__(self, session: Session, max_batch: int | None = None):
         self.session, self.max_batch = session, max_batch or session.batch
@@ -94,8 +94,8 @@ class Batch:
         self.masks = torch.full(words, ALL, dtype=torch.int32, pin_memory=session.captured)
         session.before_edit = self.write_masks
         self.overlaps = session.captured
-        # Captures a part that answers do without before; returns whether to go on with others. A
-        # server calls this while it has nothing to do.
+        # Captures one graph that makes answers faster; returns whether others are left. A server
+        # calls this while it has nothing to do.
         self.prepare_next: Callable[[], bool] = partial(capture_next, session)
         self.left: list[deque] = [session.left]  # what it has still to capture
         self.last_used, self.clock = [0] * session.batch, 0  # `clock` when a row's sequence began
@@ -117,7 +117,7 @@ class Batch:
     def prepare(self) -> None:
         """Do what takes long once: compile and capture all steps, import and compile for prompts.
 
-        Steps are those of each size, of WAYS, watched, edited.
+        There is a step for each size and each of WAYS, watched or not, edited or not.
         """
         session = self.session
         if session.compiled:  # first, since kernels of steps and prompts compile side by side
@@ -196,7 +196,7 @@ class Batch:
     def step(self) -> list[NewToken]:
         """Run one token of each sequence that is not `prefilling`; return tokens that arrived.
 
-        On a GPU the tokens of this step are still in flight; those of the step before are returned.
+        On a GPU this returns the tokens of the step before; those of this step are in flight.
         """
         launched = self.launch()
         self.receive()
@@ -309,7 +309,7 @@ class Batch:
         return first
 
     def move(self, source: int, target: int) -> None:
-        """Let an idle row remember what another does, instead of its own tokens."""
+        """Let an idle row remember the tokens of another, instead of its own."""
         if source != target:
             self.session.copy_row(source, target, self.session.cached[source])
             self.session.stop_row(target)

@@ -1,9 +1,9 @@
 """Compile a session's kernels before its first step, while its weights load.
 
 The helper (host/compile_helper.py) has started by then, since importing Triton takes seconds.
-The session then names the launches of its steps, which are compiled side by side. A marker beside
-Triton's cache tells later runs that a launch is in there, and another that a model is. A second
-helper compiles in the background what no step needs yet (`compile_later`).
+The session then names the launches of its steps, which are compiled side by side. Beside Triton's
+cache a marker tells later runs that a launch is in there, and another one that a whole model is. A
+second helper compiles in the background what no step needs yet (`compile_later`).
 """
 
 import hashlib
@@ -147,9 +147,9 @@ def compile_ahead(tasks: Sequence[str], gpu: Gpu) -> int:
 def compile_later(tasks: Sequence[str], gpu: Gpu) -> Callable[[], bool]:
     """Compile the tasks that no earlier run has compiled in the background, at low priority.
 
-    Returns what tells whether all are in the cache. That logs the end, too: a line of a thread
-    would come within the text of a chat. It raises RuntimeError if some will never be there. The
-    end of the process does not wait for them.
+    Returns a function that tells whether all are in the cache. The function logs the end, too: a
+    thread's own line would come within the text of a chat. It raises RuntimeError if some will
+    never be there. The end of the process does not wait for them.
     """
     if not (missing := not_compiled(tasks)):
         return lambda: True
@@ -192,7 +192,7 @@ def compile_missing(
 ) -> tuple[str, list[str]]:
     """Compile tasks and mark them; return a line about that, and the errors of the others.
 
-    nice: as of `Helper.compile`; above 0 there is no progress bar.
+    nice: as in `Helper.compile`; above 0 there is no progress bar.
     """
     folder().mkdir(parents=True, exist_ok=True)
     begin, done, errors, is_hidden = time.perf_counter(), 0, [], True if nice else None

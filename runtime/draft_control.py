@@ -1,6 +1,6 @@
-"""How many drafts the next pass has: from measured acceptance and the measured time of passes.
+"""Choose how many drafts the next pass has, by measured acceptance and the measured time of passes.
 
-The controller never touches the device. It is given the host's clock around each pass.
+The controller never touches the device. It gets each pass's seconds on the host's clock.
 """
 
 import math
@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 FIRST_STEPS = 3  # plain steps that are timed before the first draft
 WINDOW = 9  # times of one kind of pass that are remembered; their median counts
-PLAIN_WINDOW = 5  # the same of plain steps, of which one follows PLAIN_EVERY passes with drafts:
-PLAIN_EVERY = 32  # the first steps may have been slow by chance, which would flatter drafts
-MEMORY = 12  # drafts at one position that acceptance remembers, about
-UNSEEN_MEMORY = 48  # passes after which a position that they did not reach is forgotten, about
+PLAIN_WINDOW = 5  # the same of plain steps
+# Passes with drafts until a plain step is timed again: the first ones may have been slow by chance,
+# which would flatter drafts.
+PLAIN_EVERY = 32
+MEMORY = 12  # about how many drafts at one position the acceptance remembers
+UNSEEN_MEMORY = 48  # about how many passes that do not reach a position until it is forgotten
 # Until drafts are verified and passes are timed:
 EXPECTED_ACCEPTANCE = 0.6
 EXPECTED_WEIGHT = 1.0  # verified drafts that the expectation counts for
@@ -25,11 +27,11 @@ PROBE_MEMORY = 2.0
 MIN_REST, MAX_REST = 8, 64  # tokens between two probes of a source that does not pay
 LOSS = 0.015  # of plain decoding's time may be lost for good
 MAX_DEBT = 2.0  # plain steps that may be lost beyond that
-MAX_CREDIT = 8.0  # plain steps won before that may be lost, too
+MAX_CREDIT = 8.0  # plain steps that were won earlier and may be lost again
 
 
 class Outcome(NamedTuple):
-    """What a pass, or a plain step, had for one sequence."""
+    """What a pass, or a plain step, did for one sequence."""
 
     source: str | None = None  # the source of its drafts; None: it has none
     asked: int = 0  # drafts that the source was to propose; 0: it proposed none
@@ -49,7 +51,7 @@ class DraftSource:
         self.is_probed = False  # the next pass has drafts even if they seem not to pay
 
     def verified(self, asked: int, accepted: int) -> None:
-        """Count a pass. A draft that the source did not propose is one that was not accepted."""
+        """Count a pass. Drafts that the source did not propose count as not accepted."""
         for position in range(len(self.tried)):
             is_new = position < min(accepted + 1, asked)
             fade = 1 - 1 / (MEMORY if is_new else UNSEEN_MEMORY)
@@ -75,9 +77,9 @@ class DraftSource:
         self.is_probed = False
 
     def pass_tokens(self, count: int) -> bool:
-        """Come this many tokens closer to the next probe, which forgets most of the past.
+        """Come this many tokens closer to the next probe; return whether it is next.
 
-        Return whether that is next.
+        A source that is probed forgets most of its past.
         """
         if not self.rest:
             return False
@@ -144,7 +146,7 @@ class PassTimes:
             self.medians = dict(sorted(self.medians.items()))
 
     def forget_oldest(self) -> None:
-        """Forget a time of each number: one that was wrong by chance is forgotten at last."""
+        """Forget the oldest time of each number, so that one that was wrong by chance goes, too."""
         for n in list(self.seconds):
             self.seconds[n].popleft()
             if self.seconds[n]:
@@ -193,9 +195,9 @@ class DraftControl:
     The loss is bounded. `debt` counts the plain steps by which passes with drafts took
     longer than plain steps for the same tokens, less LOSS of all tokens' time. Drafts are made only
     while it is at most MAX_DEBT. So all text takes at most (1 + LOSS) times the time of plain
-    decoding, plus MAX_DEBT plain steps and one pass. A win counts for MAX_CREDIT at most, so a
-    stretch of text loses no more than that beside it. Times are medians of those measured: a single
-    slow pass is no debt.
+    decoding, plus MAX_DEBT plain steps and one pass. Earlier wins lower the debt to -MAX_CREDIT at
+    the least, so a stretch of text can lose that many more. Times are medians of those measured: a
+    single slow pass makes no debt.
     """
 
     def __init__(self, limit: int):
@@ -273,7 +275,7 @@ class DraftControl:
         """Count a pass with drafts, or a plain step, of the first rows.
 
         seconds: from the tokens before it to its own, on the host's clock. A source that proposed
-        nothing tells of no draft, and may have cost time.
+        nothing counts no draft, but looking may have cost time.
         """
         rows, plain, lost = len(outcomes), self.plain[len(outcomes)], 0.0
         mean = sum(outcome.accepted + 1 for outcome in outcomes) / rows

@@ -1,6 +1,6 @@
 """A head over a part of the vocabulary, for drafts: fewer bytes, and the target verifies with all.
 
-A head of 151,936 rows is a large part of a small drafter's bytes. Most text has few of its tokens.
+A head of 151,936 rows is a large part of a small drafter's bytes. Most text needs few of the rows.
 """
 
 import copy
@@ -15,9 +15,8 @@ DRAFT_VOCAB = 32_768  # ids that drafts are chosen from
 def part_of_head(head: nn.Module, ids: Sequence[int], vocab_size: int) -> nn.Module:
     """Return a head with the rows of these ids alone, in its number format; `head` stays as it is.
 
-    So every runner multiplies by the part as by any head. A head that cannot be cut is returned:
-    one whose scales are of several rows at once, or that ranks share. So is one whose part is the
-    whole vocabulary.
+    Every runner multiplies by the part as by any head. The head itself is returned if it cannot be
+    cut (a scale covers several rows, or ranks share it), or if the part is the whole vocabulary.
     """
     parts = dict(head.named_parameters(recurse=False))
     by_row = all(part.shape[0] == vocab_size for part in parts.values())

@@ -1,4 +1,4 @@
-"""What proposes drafts: a lookup in the text so far, or a smaller model.
+"""Drafters propose drafts: by a lookup in the text so far, or by a smaller model.
 
 Prompt lookup: Saxena 2023. Draft models: Leviathan et al. 2023; Chen et al. 2023.
 """
@@ -32,7 +32,7 @@ from runtime.transfers import Upload, read_later
 LONG_MATCH = 5  # tokens of a match that is nearly always right
 NGRAMS = LONG_MATCH, 3, 2, 1  # lengths of the last tokens that are looked up, the longest first
 LONG, SHORT, MODEL = "long lookup", "short lookup", "draft model"  # sources of drafts
-MIN_PROBABILITY = 0.4  # drafting stops before a draft model's draft with less
+MIN_PROBABILITY = 0.4  # a draft model stops before a draft with less
 DRAFT_STREAM = 1  # of random numbers; see `runtime.verification.ACCEPT_STREAM`
 
 
@@ -163,9 +163,9 @@ class LookupDrafter:
 class DraftModel(Session):
     """Drafts by a smaller model, sampled as the target's tokens are, with noise of its own.
 
-    least: drafting stops where the likeliest draft has a lower probability. 0: never, which costs
-    nothing; else the host waits for each probability. ids: rising; drafts are chosen among them, by
-    a part of the model's head that replaces it. Empty: among all.
+    least: drafting stops where the likeliest draft has a lower probability; the host waits for
+    each. 0: it never stops, and the host does not wait. ids: those that it drafts, rising (empty:
+    all); a part of the model's head replaces the head.
     """
 
     runner_class: type[CompiledRunner] | None = CompiledRunner
@@ -214,8 +214,8 @@ class DraftModel(Session):
             super().choose_tokens(state, logits, 0)
         if self.least:
             q = q if candidates else logits.softmax(dim=-1)
-            # Not the probability of the draft itself: to drop drafts for what they are would leave
-            # others too often, and the text would have another distribution.
+            # Not the draft's own probability: if drafts were dropped for which tokens they are, the
+            # others would be too frequent, and the text would have another distribution.
             self.certainty.index_copy_(0, self.place, q.amax(dim=1))
         self.chosen.index_copy_(1, self.place, state.token)
         self.place.add_(1).remainder_(self.chosen.shape[1])
@@ -228,7 +228,7 @@ class DraftModel(Session):
         self.start_prompts([ids], sampling)
 
     def drop_refused(self) -> int:
-        """Make the cache that of the target's text without its last token; return the length.
+        """Bring the cache to the target's text without its last token; return the length.
 
         Drafts may have been refused, and other sources may have drafted since.
         """

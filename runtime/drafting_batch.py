@@ -1,8 +1,9 @@
 """A batch that drafts: its steps are passes of a Speculation while few sequences run.
 
-All of them are past their prompts then, in the first rows. When a neighbor begins, the next steps
-are those of the batch, until its prompt has been run. A KV cache masks refused drafts, and a
-recurrent state takes in the accepted ones in that step (runtime/sequence_state.py).
+All sequences of a pass are past their prompts, in the first rows. When another sequence begins,
+plain steps of the batch follow, until its prompt has been run. Refused drafts need no undoing then:
+a KV cache masks them, and a recurrent state takes in the accepted ones in the next step
+(runtime/sequence_state.py).
 """
 
 import time
@@ -14,7 +15,7 @@ from runtime.speculation import Speculation, capture_between_answers
 class DraftingBatch(Batch):
     """A Batch on the session of a Speculation. A step may return several tokens of a sequence.
 
-    The caller may end a sequence within these tokens, and skips the rest.
+    The caller may end a sequence within these tokens; then it skips the rest of them.
     """
 
     def __init__(self, speculation: Speculation, max_batch: int | None = None):
@@ -70,8 +71,8 @@ class DraftingBatch(Batch):
     def admit(self) -> bool:
         """`Batch.admit`. In a session of one row, the drafter knows a text before its prompt runs.
 
-        A head needs that. It is for one row. Rows may move, so that no pass may be in flight, and
-        a plain step's tokens are expected from the rows that it had.
+        A head needs that, and drafts for one row only. Rows may move here: so a pass in flight is
+        finished first, and the tokens of a plain step are expected from the rows that it had.
         """
         if not may_admit(self):
             return False
@@ -85,7 +86,7 @@ class DraftingBatch(Batch):
         return super().admit()
 
     def launch(self) -> Launched | None:
-        """`Batch.launch`. It is no pass."""
+        """`Batch.launch`: a plain step, no pass."""
         self.in_passes = False
         self.expect_plain_step()
         return super().launch()
@@ -98,14 +99,14 @@ class DraftingBatch(Batch):
             self.in_flight.append(self.expect_tokens(running, read))
 
     def may_draft(self, sequence: Running) -> bool:
-        """Return whether a sequence may have drafts. Verification has no edits and no details."""
+        """Return whether a sequence may have drafts: verification makes no edits and no details."""
         return sequence.drafts and not (sequence.watch or sequence.edited)
 
     def drafting_sequences(self) -> list[Running]:
         """Return the sequences whose next step may be a pass, in the order of rows.
 
-        It may if all sequences can be in it, and one of them may have drafts. Then the others have
-        the tokens of a plain step.
+        It may be a pass if all sequences can be in it, and one of them may have drafts. The others
+        then get the token of a plain step.
         """
         sequences = [sequence for sequence in self.rows if sequence]
         if not any(sequence.drafts for sequence in sequences):
@@ -128,7 +129,7 @@ class DraftingBatch(Batch):
         return max(self.session.candidates(sequence.sampling) for sequence in sequences)
 
     def begin_text(self, row: int, ids: list[int], sequence: Running) -> None:
-        """Draft for this sequence from now on; ids: its text so far."""
+        """Let the row's drafter draft for this sequence from now on; ids: its text so far."""
         self.speculation.drafter_of(row).start_prompt(ids, sequence.sampling)
         self.drafted_for[row] = sequence
 

@@ -46,7 +46,7 @@ def run_unfused(block: Block, x: Tensor, context: Context, next_norm: nn.Module)
 
 
 def before_attention(block: Any, x: Tensor, context: Context) -> tuple[tuple, Tensor]:
-    """Return what stands for the residual x in a block with mixers, and the norm of it."""
+    """Return what replaces the residual x in a block with mixers, and its norm."""
     return block.before_attention(x, materialize(block.attention_norm(x)), context)
 
 
@@ -68,7 +68,7 @@ def begin_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return embeddings x [B, Q, D] and RoPE [B, Q, 1, R] of tokens at positions, int64 [B, Q].
 
-    embedding [V, D]; table fp32 [S, R], as of `Transformer.make_rope_table`. Inductor would take
+    embedding [V, D]; table fp32 [S, R], as in `Transformer.make_rope_table`. Inductor would take
     seconds to import and to compile that.
     """
     x = gather_rows(embedding, tokens.flatten(), 1, None)
@@ -171,9 +171,9 @@ class FusedRunner(CompiledRunner):
         self.after_ffn = self.compile_few(after_ffn)
 
     def compile_few(self, function: Callable, **options) -> Callable:
-        """Compile a function for a step's tokens. More, a prompt's, run it as it is.
+        """Compile a function for a step's tokens. For more tokens, of a prompt, it runs eagerly.
 
-        They are captured, too, and the compiler would delay the first token by seconds.
+        These calls are captured, too, and compiling them would delay the first token by seconds.
         """
         compiled = self.compile(function, **options)
         plain = partial(without_broken_kernels, function)
@@ -411,7 +411,7 @@ def launch_pass(
 ) -> None:
     """Launch the kernels of a pass with drafts [B, N], over nothing, as `launch_all` does.
 
-    q and result: as of `draft_check.verify_pass`.
+    q and result: as in `draft_check.verify_pass`.
     """
     runner.launch_all(len(drafts), drafts.shape[1] + 1, reach, all_positions=True)
     tokens, _, last = draft_check.begin_pass(state, drafts)

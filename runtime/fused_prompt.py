@@ -81,7 +81,7 @@ class ExpertRows:
         self.packed, self.width = hasattr(module, "column_order"), getattr(module, "width", None)
 
     def columns(self, like: Tensor) -> Tensor | None:
-        """Return the order in which the product reads its x, as of `gather_rows`."""
+        """Return the order in which the product reads its x, as in `gather_rows`."""
         return self.module.column_order(like) if self.packed else None
 
     def activate(
@@ -90,7 +90,7 @@ class ExpertRows:
         """Multiply x [T, in] of each row's token, add the bias, activate -> [N, I].
 
         x is in the order of `columns`. pairs: integers [N], sorted by expert; indices [T, A].
-        results: `activation` and `columns`, as of `grouped_gemm`.
+        results: `activation` and `columns`, as in `grouped_gemm`.
         """
         rows = dict(pairs=pairs, active=indices.shape[1])
         if self.columns(x) is not None:
@@ -121,7 +121,7 @@ class DenseRows:
         self.linear = linear
 
     def columns(self, like: Tensor) -> Tensor | None:
-        """As of `ExpertRows`; like [T, in]."""
+        """As in `ExpertRows`; like [T, in]."""
         linear = self.linear
         if not hasattr(linear, "column_order") or linear.unpacks(like):
             return None
@@ -134,7 +134,7 @@ class DenseRows:
         return self.linear.multiply_ordered(x, None)
 
     def activate(self, x: Tensor, **results) -> Tensor:
-        """Multiply x [.., T, in] and activate -> [T, I]. results: as of `ExpertRows.activate`."""
+        """Multiply x [.., T, in] and activate -> [T, I]. results: as in `ExpertRows.activate`."""
         columns = self.columns(x.flatten(0, -2))
         if columns is None or self.linear.bias is not None:
             return activate_rows(project(self.linear, x).flatten(0, -2), **results)
@@ -247,7 +247,7 @@ class PromptLayer:
         """Do what the FFN does: normed [1, T, D] -> y, expert_indices, expert_weights [T, A].
 
         y may be results of pairs, whose sum is left to the kernel that adds it to the residual.
-        last: as of `Context`. Experts do not compute padding, whose y is any finite one.
+        last: as in `Context`. Experts do not compute padding, whose y is any finite one.
         """
         ffn, x = self.block.ffn, normed.flatten(0, 1)
         if self.is_dense:
@@ -333,7 +333,7 @@ class PromptRunner(EagerRunner):
 
     @property
     def runs_long_chunks(self) -> bool:
-        """Not with experts in host memory: they take what is free."""
+        """Whether memory may hold long chunks: not with experts in host memory, which take it."""
         return bool(self.layers) and all(layer.resident for layer in self.layers.values())
 
     def takes_positions(self, tokens: int, end: int) -> bool:
@@ -370,7 +370,7 @@ class PromptRunner(EagerRunner):
     def launch_chunk(self, blocks: Sequence[Block], tokens: int, span: Tensor | Chunk) -> None:
         """Launch the kernels of these blocks for a chunk, and the head's: for `collect_only`.
 
-        span: as of `begin`; its row is the first one.
+        span: as in `begin`; its row is the first one.
         """
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.model.norm.weight.device)
         x, normed, context = self.begin(self.model, ids, span)

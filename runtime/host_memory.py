@@ -1,9 +1,8 @@
 """Host memory that is registered with CUDA: for copies, and for weights that stay in it.
 
 A table of which each token reads a few rows may be larger than the GPU's memory. Its pages are
-registered with CUDA, so that a GPU reads them at their own address. A tensor of the GPU at that
-address is as any other to PyTorch, to its compiler and to a captured graph; only its reads are
-slower.
+registered with CUDA, so that a GPU reads them at their own address. To PyTorch, its compiler and a
+captured graph, a tensor of the GPU at that address is like any other; only its reads are slower.
 """
 
 import ctypes

@@ -42,7 +42,10 @@ class Offloading(Protocol):
     def apply(
         self, model: Transformer, device: torch.device, dtype: torch.dtype, read: Callable
     ) -> str:
-        """Move a meta model's experts; return the plan as one line. read: `WeightLoader.read`."""
+        """Move the experts of a model on the meta device; return the plan as one line.
+
+        read: `WeightLoader.read`.
+        """
 
 
 def load_model(
@@ -58,11 +61,10 @@ def load_model(
 
     source: the directory of a converted checkpoint, a GGUF file, or any object with its `args`,
     `format` and `read(name, index, device)`. dtype: of plain weights; None: the checkpoint's.
-    parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, by
-    which experts are offloaded to host memory; None: they are not. share: a loaded model whose
-    embedding and head this one has too. shard: the source's, without weights, if it is built
-    already. Raises ValueError for a source that cannot be loaded, and before it reads weights that
-    exceed the GPU's free memory.
+    parallel: how several ranks (`process_group.start`) shard it. experts: `OffloadSettings`, if
+    experts are to be in host memory. share: a loaded model, whose embedding and head this one
+    shares. shard: the source's, without weights, if it is built already. Raises ValueError for a
+    source that cannot be loaded, and before it reads weights that exceed the GPU's free memory.
     """
     source = open_source(source) if isinstance(source, str | os.PathLike) else source
     device = pick_device(device) if isinstance(device, str) else device

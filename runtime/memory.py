@@ -16,7 +16,7 @@ PREFILL_CHUNK = 2048  # prompt tokens in one call, for which memory is planned
 # Tokens in one call where memory is free: each expert gets more rows, whose tiles are fuller, and
 # SDPA has a faster kernel for a chunk that begins a prompt than for a later one.
 LONG_CHUNKS = 16384, 8192, 4096
-# These may take a quarter of it: a graph keeps its own activations, and recurrent layers have more.
+# Their activations may take a quarter of it: a graph keeps its own, and recurrent layers have more.
 CHUNK_SPARE = 4
 KEPT = 4  # conversations that stay cached, at least
 # Where memory is short, fewer sequences run before the context becomes shorter than this.
@@ -75,10 +75,10 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def numbers_of_token(args: ModelArgs, per_position: int) -> int:
-    """Return the numbers that one layer has of a prompt's token, cached ones among them.
+    """Return how many numbers one layer has in memory for each token of a prompt.
 
-    x, attention's temporaries, and for each of its experts a row of x, of the outputs of w13 and
-    w2, and of the activation. per_position: numbers in a layer's cache.
+    These are x, attention's temporaries, the cache, and a row of each of the token's experts: its
+    x, outputs of w13 and w2, and activation. per_position: numbers in a layer's cache.
     """
     attention = 2 * (args.n_head * args.head_dim + per_position)
     return 4 * args.dim + attention + args.n_active * 3 * (args.intermediate + args.dim)
@@ -121,25 +121,25 @@ def plan_capacity(
 ) -> Capacity:
     """Return what fits into `free` bytes. model: one rank's, on the meta device.
 
-    Rows are twice max_batch, and at least KEPT, or what fits. length: of --max_seq_len; None: the
-    model's, or what fits for as many rows as run, but see LEAST_LENGTH and LEAST_CONTEXT. Raises
-    Shortage if not even one sequence fits.
+    Rows are twice max_batch, and at least KEPT, or what fits. length: --max_seq_len; None: the
+    model's, or what fits for max_batch rows; LEAST_LENGTH and LEAST_CONTEXT bound it from below.
+    Raises Shortage if not even one sequence fits.
     """
     usable = max(0, int((1 - LEFT_FREE) * free))
 
-    def needed(rows: int, length: int) -> int:
-        return cache_bytes(model, rows, length, cache_class, dtype)
+    def row_bytes(length: int) -> int:
+        return cache_bytes(model, 1, length + BLOCK, cache_class, dtype)
 
     limit, running = model.args.max_position, max(max_batch, KEPT)
     shortest = min(limit, LEAST_CONTEXT) if length is None else length
     if length is None:
         least = min(limit, LEAST_LENGTH)
-        running = min(running, max(1, usable // needed(1, least + BLOCK)))
+        running = min(running, max(1, usable // row_bytes(least)))
         lengths = [*range(0, limit, BLOCK), limit]
-        fitting = bisect_right(lengths, usable // running, key=lambda n: needed(1, n + BLOCK))
+        fitting = bisect_right(lengths, usable // running, key=row_bytes)
         length = lengths[max(0, fitting - 1)]
     length = max(length, shortest)
-    row = needed(1, length + BLOCK)
+    row = row_bytes(length)
     rows = min(usable // row, max(2 * max_batch, KEPT))
     if rows < 1:
         raise Shortage(

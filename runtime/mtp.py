@@ -1,8 +1,8 @@
 """Drafts by a head for multi-token prediction, which continues the target's hidden states.
 
 The head has a KV cache of its own. Its position t holds the pair of the target's hidden state after
-token t and token t + 1; the last pair known predicts the next draft. After it the head continues
-itself: its own state and its own draft are the next pair (models/multi_token.py).
+token t and token t + 1; the last pair known predicts the next draft. For further drafts the head's
+own state and its own draft are the next pair (models/multi_token.py).
 
 Every step of the target leaves its hidden states in a ring, by position. A chain begins with the
 pairs that became known since the last one: their true states replace in the cache what the head had
@@ -42,9 +42,9 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. ids: as in DraftModel. least: of a chain the drafts before the first
-    one with a lower probability are verified. The target may take other steps between two chains:
-    the head catches up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. ids: as in DraftModel. least: a chain ends before its first draft of
+    lower probability. The target may take other steps between two chains: the head catches
+    up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
@@ -131,8 +131,7 @@ class MTPDrafter(DraftModel):
             self.model(numbers, chunk, runner=self.filler)
 
     def catch_up(self, ids: Sequence[int], begin: int, end: int) -> None:
-        """Take in the pairs of the text from position `begin` on, and let a chain begin with those
-        before `end`.
+        """Take in the text's pairs from `begin` to `end`; the next chain runs the last of them.
 
         Pairs whose states are lost stay as they are in the cache: drafts may be worse.
         """
@@ -153,9 +152,9 @@ class MTPDrafter(DraftModel):
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         """Take in what is known of the text so far that the prompt continues.
 
-        The token after that may be another than it was, so its last pair is recomputed: from a
-        state in the ring, or from one that the target recomputes. A recurrent state cannot go back
-        by one token; then the pair keeps the other token.
+        The next token may differ from the one that the last pair was made with, so that pair is
+        recomputed: from a state in the ring, or from one that the target recomputes. A recurrent
+        state cannot go back by one token; then the pair keeps its old token.
         """
         target, self.amount = self.target, self.candidates(sampling)
         self.last.zero_()  # the row is active

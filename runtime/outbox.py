@@ -25,7 +25,7 @@ class Outbox:
         post_tokens(token, self.count, self.slots)
 
     def counted(self, make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Make a step that posts, undo what that posts, and return it so that it is counted."""
+        """Make a step that posts; undo what it has posted, and return it with its calls counted."""
         with self.unchanged():
             step = make()
 

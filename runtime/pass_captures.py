@@ -9,7 +9,7 @@ from runtime.graphs import warn_of_capture
 from runtime.sampling import MAX_CANDIDATES
 from runtime.session import Session
 
-Pass = tuple[int, int, int]  # drafts, candidates, rows: as of `Speculation.warm_up`
+Pass = tuple[int, int, int]  # drafts, candidates, rows: as in `Speculation.warm_up`
 
 log = logging.getLogger("moe_fast")
 
@@ -19,8 +19,8 @@ class PassCaptures:
 
     If `waits` is set (`capture_between_answers`), they are left to `capture_next`, which a server
     calls while it has nothing to do, and a chat between its answers. So no answer and no start
-    waits for a pass: an answer has the drafts of those that are there. Before they are captured,
-    `compile` has their kernels compiled in the background.
+    waits for a capture: an answer uses the passes that are captured by then. Before that, `compile`
+    has their kernels compiled in the background.
     """
 
     def __init__(
@@ -35,16 +35,15 @@ class PassCaptures:
         self.waits = False
         # Begins to compile the kernels of passes; returns what tells whether they are there.
         self.compile: Callable[[], Callable[[], bool]] = lambda: lambda: True
-        self.is_compiled: Callable[[], bool] | None = None  # what that has returned
-        self.left: deque[Pass] = deque()
-        self.expected: set[Pass] = set()  # those that were in there
+        self.is_compiled: Callable[[], bool] | None = None  # what `compile` has returned
+        self.left: deque[Pass] = deque()  # those to capture
+        self.expected: set[Pass] = set()  # those that `left` ever had
 
     def prepare(self, candidates: int, rows: int = 1) -> None:
-        """Compile and capture the plain step of the first rows, and passes with all their numbers
-        of drafts, or leave these to `capture_next`.
+        """Compile and capture the plain step of the first rows, and their passes.
 
-        Passes that choose among all tokens are never captured then: Inductor compiles their
-        verification, for seconds each.
+        If `waits` is set, passes are left to `capture_next`, but for those that sample from all
+        tokens: these are never captured, since Inductor takes seconds for each verification.
         """
         self.session.warm_up(candidates, rows)
         keys = [(count, candidates, rows) for count in self.counts(rows)]
@@ -58,8 +57,8 @@ class PassCaptures:
     def capture_next(self) -> bool:
         """Capture one of the passes that are left; return whether to go on with others.
 
-        Nothing waits for their kernels: while these are compiled, none is captured. If one cannot
-        be compiled, none is; a pass that cannot be captured, for want of memory, is the last one.
+        No pass is captured until the kernels of all are compiled; this does not wait for them. If a
+        kernel cannot be compiled, or memory is short, no further pass is captured.
         """
         if not self.left:
             return False
@@ -75,7 +74,7 @@ class PassCaptures:
         return bool(self.left)
 
     def kernels_ready(self) -> bool:
-        """Return whether the kernels of passes are compiled. The first call begins that."""
+        """Return whether the kernels of passes are compiled. The first call starts compiling."""
         if self.is_compiled is None:
             self.is_compiled = self.compile()
         return self.is_compiled()

@@ -1,9 +1,9 @@
 """The functions of model.py that the fused kernels compute, as they were when that was tested.
 
-Someone who changes one of them must see the change in decoded tokens. So a model whose functions
-differ from these runs Inductor's kernels, which are made from them. After a change that the kernels
-follow, or that has no effect on numbers, write the new digest here: `python -m runtime.plain_forms`
-prints all.
+Someone who changes one of these functions must see the change in decoded tokens. So if one differs
+from its tested form, Inductor's kernels run: they are made from the functions. After a change that
+the kernels follow, or that has no effect on numbers, write the new digest here:
+`python -m runtime.plain_forms` prints all.
 """
 
 import hashlib

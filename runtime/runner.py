@@ -21,14 +21,14 @@ SHORT_CHUNK = COUNTING_SORT_MAX_TOKENS  # tokens of a short prompt that run at o
 class EagerRunner(Runner):
     """Runs each stage eagerly. A session asks a runner what it may capture."""
 
-    # All positions of the step in progress are less. None: they may be any. A session sets it.
+    # All positions of the step in progress are below this; None: no bound. A session sets it.
     reach: int | None = None
     # A captured session pads a chunk of a short prompt to one of these numbers of tokens, in rising
     # order.
     short_chunks: tuple[int, ...] = (SHORT_CHUNK,)
     runs_long_chunks = False  # a prompt alone may run in chunks of more than PREFILL_CHUNK tokens
-    # Kernels choose tokens, and verify drafts. They read from the device how a row samples, and
-    # those of passes read drafts in the host's memory, and write there what they give.
+    # Kernels sample tokens and verify drafts. They read on the device how a row samples; those of
+    # passes read drafts from pinned host memory, and write their results there.
     chooses_by_kernels = False
 
     def __init__(self, model: Transformer):
@@ -37,14 +37,14 @@ class EagerRunner(Runner):
     def can_capture(self, tokens: int) -> bool:
         """Whether a call of this many tokens can be captured as CUDA graphs.
 
-        The experts of several tokens can if a kernel computes them: the library's products read
-        on the host where each expert's rows end.
+        A kernel has to compute the experts of several tokens: the library's products read on the
+        host where each expert's rows end.
         """
         is_broken = any(name.startswith(GROUPED) for name in broken)
         return tokens == 1 or (can_launch(self.model.norm.weight) and not is_broken)
 
     def takes_positions(self, tokens: int, end: int) -> bool:
-        """Whether a chunk of a prompt may be one at positions, as `FusedRunner`'s short ones."""
+        """Whether a prompt's chunk may be given by its positions, as `FusedRunner`'s short ones."""
         return False
 
     def prompt_runner(self) -> "EagerRunner":
@@ -131,7 +131,7 @@ class CompiledRunner(EagerRunner):
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         for_any = compiled(verify_pass)
-        # One draft broadcasts, which Dynamo specializes.
+        # Shapes of one draft broadcast: Dynamo compiles that case apart.
         for_one = compiled(verify_pass, dynamic=False)
 
         def verify(
@@ -163,10 +163,10 @@ class CompiledRunner(EagerRunner):
 
 
 def share_code(x: Tensor, *others: Tensor | None, context: Context | None = None) -> None:
-    """Let code that is compiled for the tokens of sequences' passes take any number of them.
+    """Let code that is compiled for passes take any number of tokens of each sequence.
 
-    All tensors are [B, T, ...]; context has some more. Without that, each number of drafts would
-    be compiled, which takes a minute.
+    All tensors are [B, T, ...]; context has some more. Otherwise each number of drafts would be
+    compiled, which takes a minute.
     """
     if not 1 < x.shape[1] <= MAX_TENTATIVE:
         return
@@ -180,11 +180,11 @@ def share_code(x: Tensor, *others: Tensor | None, context: Context | None = None
 
 
 def without_broken_kernels(call: Callable, *arguments):
-    """Call; if a kernel cannot run on this GPU, call again, which chooses another form.
+    """Call; if a kernel cannot run on this GPU, call again: then another form is chosen.
 
-    Dynamo compiles for what `ops.launch.broken` contains. A layer may begin again, since kernels
-    fail before they run, and the operators that update a recurrent state have plain forms of their
-    own.
+    Dynamo compiles for what `ops.launch.broken` contains. Calling a layer again does no harm:
+    kernels fail before they run, and the operators that update a recurrent state have plain forms
+    of their own.
     """
     while True:
         try:

@@ -86,7 +86,7 @@ class Sampling:
         return torch.tensor((temperature, top_k, top_p, self.min_p, self.repetition_penalty))
 
     def candidates(self, vocab_size: int) -> int:
-        """Return among how many of the likeliest tokens a step chooses; 0 is greedy.
+        """Return how many of the likeliest tokens a step samples from; 0 is greedy.
 
         There are few values, since each is another compiled step.
         """
@@ -122,7 +122,7 @@ class Noise(NamedTuple):
 
     seeds: Tensor  # int64 [B]
     position: Tensor  # int64 [B, 1], that of the token before the drawn one
-    candidates: int  # among how many of the likeliest tokens a rule chooses
+    candidates: int  # how many of the likeliest tokens a rule samples from
 
     def of(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, N] -> standard exponential noise above 0, fp32 [B, N]."""

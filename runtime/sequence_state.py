@@ -1,10 +1,10 @@
 """What a layer remembers of its sequences, as sessions, speculation and the server see it.
 
 A layer's `attention.allocate` makes one such object. model.KVCache implements the protocol for
-keys and values, models/layers/gated_delta_net.py for a recurrent state. The two differ in what they
-forgive. A KV cache masks what stands past a sequence's length, so it may be written there: a
-prompt's padding, warm-up of a captured graph, idle rows of a batch, refused drafts. A recurrent
-state must not take these tokens in. Every call therefore tells which tokens are real:
+keys and values, models/layers/gated_delta_net.py for a recurrent state. The two differ in which
+writes do no harm. A KV cache masks what stands past a sequence's length, so it may be written
+there: a prompt's padding, warm-up of a captured graph, idle rows of a batch, refused drafts. A
+recurrent state must not take these tokens in. Every call therefore tells which tokens are real:
 `context.last` [B] is the index of each row's last real query, -1 for none.
 
 The position of the next call tells which drafts of a pass were accepted. It is on the device. So

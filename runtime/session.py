@@ -1,4 +1,4 @@
-"""Sequences being continued: their cache, and the step that adds one token to each.
+"""A session continues sequences: it has their cache, and the step that adds a token to each.
 
 A decode step runs the model on the newest tokens, samples the next ones on the device and
 increments the positions. It needs no value from the host. So on CUDA the whole step is one graph

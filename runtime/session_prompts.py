@@ -30,25 +30,26 @@ from runtime.session_rows import copy_all
 from runtime.session_steps import PADDING_MULTIPLE, DecodeSteps, SessionOptions
 from runtime.transfers import integers, send, sendable
 
-# Up to PADDING_MULTIPLE tokens, captured prompts that are not compiled are padded to multiples of
-# this: padding chooses experts, too, and 64 tokens read nearly all experts of most models.
+# Captured prompts of up to PADDING_MULTIPLE tokens, if they are not compiled, are padded to a
+# multiple of this. A larger multiple would cost time: padding chooses experts, too, and 64 tokens
+# read nearly all experts of most models.
 SHORT_MULTIPLE = 8
-# A chunk that one graph runs from any position on is padded to one of these. Experts do not compute
-# its padding.
+# One graph runs a chunk of such a size from any position on. A shorter chunk is padded; experts do
+# not compute the padding.
 ANYWHERE_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
-# Others wait for a graph, which cannot be interrupted: beside them only those run that take no more
-# seconds, half of what a pause of an answer may be.
+# A graph cannot be interrupted. While other answers run, a prompt takes only graphs of at most this
+# many seconds: half of what a pause of an answer may be.
 LONGEST_WAIT = 0.025
-# Chunks of these sizes, and the longest, have the tiles of all others: 40 is no multiple of 16.
+# These chunks and the longest one take the tiles of all others. 40 is no multiple of 16.
 PREPARED_CHUNKS = 40, 64, 128, 256, 512, 1024, 2048
-# Longer ones differ only in how pairs are counted: their kernels are compiled, but not run, ahead.
+# Longer chunks differ only in how pairs are counted: their kernels are compiled ahead, not run.
 COMPILED_CHUNKS = *PREPARED_CHUNKS, 4096, 8192
-# A captured session runs short prompts in row 0 like decode steps of several tokens: compiled, in
-# one graph for all positions. The runner has one or more sizes of these chunks. A short prompt has
-# at most this number of the largest chunks.
+# A captured session runs a short prompt in row 0 like a decode step of several tokens: compiled, in
+# one graph for all positions. The runner names the sizes of such chunks. A prompt is short if it
+# takes at most this number of the largest.
 MAX_SHORT_CHUNKS = 2
-# Over a long cache, more queries of a sequence take another attention kernel, which was not
-# measured: chunks are no longer than this.
+# Over a long cache short chunks are no longer than this: more queries of a sequence take another
+# attention kernel, which was not measured.
 LONG_CACHE_CHUNK = 8
 
 
@@ -93,9 +94,9 @@ class Prompts(DecodeSteps):
     def __init__(self, model: Transformer, max_seq_len: int, options: SessionOptions):
         super().__init__(model, max_seq_len, options)
         self.graphs = None
-        if self.captures_prompts:  # `capture_next` captures those of several rows: no turn waits
+        if self.captures_prompts:  # `capture_next` captures for several rows: no turn waits
             self.graphs = GraphCache(self.device, captures_repeats=self.batch == 1)
-        # Called between the layers of a prompt; None: nobody waits for it.
+        # Called between the layers of a prompt; None: no other sequence waits.
         self.between_layers: Callable[[], None] | None = None
         # Launches what else is to be compiled ahead.
         self.launch_more: Callable[[FusedRunner], None] = lambda runner: None
@@ -104,12 +105,12 @@ class Prompts(DecodeSteps):
         self.short_chunks: tuple[int, ...] = ()
         if self.captures_prompts:
             self.short_chunks = short_chunk_sizes(self.runner.short_chunks, options, self.cache_len)
-        self.first_tokens: Callable[[], list[int]]  # waits for those after the newest prompt
-        # Keys of graphs: those that `capture_next` captures, and all that were ever in there.
+        self.first_tokens: Callable[[], list[int]]  # waits for the tokens after the newest prompt
+        # Keys of graphs: those that `capture_next` has still to capture, and all that it ever had.
         self.left: deque[tuple] = deque((size, "anywhere", False) for size in ANYWHERE_CHUNKS)
         self.expected = {*self.left}
         self.replay_seconds: dict[tuple, float] = {}  # of graphs captured by `capture_next`
-        self.replayed = 0.0  # seconds of the latest chunk's graph; 0: it had none of these
+        self.replayed = 0.0  # seconds of the latest chunk's graph; 0: unknown, or no graph
 
     def warm_up(self, candidates: int, size: int | None = None) -> Callable[[], None]:
         if not self.steps:
@@ -154,7 +155,10 @@ class Prompts(DecodeSteps):
             self.graphs = GraphCache(self.device, captures_repeats=self.batch == 1)
 
     def expect(self, longest: int) -> None:
-        """Let texts have as many tokens, if fewer were expected: steps are captured anew."""
+        """Allow texts of up to `longest` tokens.
+
+        If SessionOptions.longest is less, all steps are captured anew, once: then any text fits.
+        """
         if self.longest and longest > self.longest:
             self.longest = None
             self.forget_graphs()
@@ -200,7 +204,7 @@ class Prompts(DecodeSteps):
     ) -> Iterator[None]:
         """Run a prompt from where the row's cache ends, then sample; yield between chunks.
 
-        Sampling is prepared after the prompt is launched. Before it, the GPU would wait for that.
+        Sampling is prepared after the prompt is launched: the GPU does not wait for it then.
         """
         start = self.cached[row]
         for logits, *routing in self.prefill(row, ids[start:], start, chunk):
@@ -228,8 +232,9 @@ class Prompts(DecodeSteps):
             self.watched[row] = self.record_details(state.token, logits, routing)[0]
 
     def set_prompt_token(self, row: int, ids: Sequence[int], sampling: Sampling) -> None:
-        """Let the next step run a row's next prompt token. It samples, too: only after the last
-        prompt token is that the sequence's.
+        """Let the next step run a row's next prompt token.
+
+        The step samples, too. The sampled token is the sequence's only after the last prompt token.
         """
         at = self.cached[row]
         self.token[row].fill_(ids[at])
@@ -278,9 +283,9 @@ class Prompts(DecodeSteps):
     def runs_anywhere(self, row: int, tokens: int, start: int) -> bool:
         """Whether one graph runs a row's chunk of this many tokens from any position on.
 
-        It runs in row 0, and cannot be interrupted: others must not wait long. A first turn has
-        another, which takes in no pending tokens, and copies no ring: it runs anywhere if that
-        graph is there.
+        That graph runs in row 0, and cannot be interrupted: others must not wait long. A first turn
+        has a graph of its own, which takes in no pending tokens and copies no ring. It runs
+        anywhere only if the graph for any position is captured already.
         """
         waits, end = self.between_layers is None or is_brief(self, tokens), start + tokens
         if row or not waits or end > self.cache_len or not self.captures(tokens):
@@ -376,7 +381,7 @@ def launch_chunks(session: Prompts, runner: PromptRunner, blocks: Sequence[Block
 def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
     """Yield chunks of prompts: tokens, with padding, where they end, whether they run anywhere.
 
-    Those of the prompts to come, if these are known, else some with all kernels.
+    If the prompts' lengths are known, these are their chunks; else some that take all kernels.
     """
     if session.options.prompt_lengths is None:
         longest = min(session.prefill_chunk, session.cache_len)
@@ -397,15 +402,15 @@ def expected_prompts(session: Prompts) -> Iterator[tuple[int, int, bool]]:
 
 
 def is_brief(session: Prompts, size: int) -> bool:
-    """Whether a graph runs a chunk of this size while others wait."""
+    """Whether the graph of a chunk of this size was measured to take less than LONGEST_WAIT."""
     key = size, "anywhere", session.watch
     return session.replay_seconds.get(key, LONGEST_WAIT) < LONGEST_WAIT
 
 
 def brief_chunk(session: Prompts, end: int) -> int:
-    """Return how many tokens at once graphs run for a prompt up to `end` while others wait.
+    """Return the largest chunk with a brief graph, for a prompt up to `end`; 0: there is none.
 
-    0: none do. The prompt has to be in row 0.
+    The prompt has to be in row 0.
     """
     brief = itertools.takewhile(partial(is_brief, session), ANYWHERE_CHUNKS)
     size = max(brief, default=0)
@@ -426,14 +431,14 @@ def run_graph(session: Prompts, key: tuple, run: Callable, numbers: Tensor) -> t
 def capture_next(session: Prompts) -> bool:
     """Capture one of the chunks that are left; return whether to go on with others.
 
-    A server calls this while it has nothing to do. The memory of row 0 stays. A chunk that cannot
-    be captured, for want of memory, is the last one.
+    A server calls this while it has nothing to do. The memory of row 0 stays. After a chunk that
+    cannot be captured, for want of memory, no other is.
     """
     if not session.left:
         return False
     size, end, session.watch = key = session.left.popleft()
     session.between_layers = None
-    start = max(0, min(size, session.cache_len - size))  # as of a later turn
+    start = max(0, min(size, session.cache_len - size))  # where a later turn may be
     vocabulary = session.seen.shape[1]
     tokens = [n % vocabulary for n in range(size)]  # one token would choose few experts
     numbers = integers([0, 0, size - 1, 0, *tokens, *range(start, start + size)])

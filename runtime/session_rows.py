@@ -87,7 +87,7 @@ class SessionRows:
         self.position[row].fill_(position)
 
     def prepare_sampling(self, row: int, ids: Sequence[int], sampling: Sampling) -> None:
-        """Let a row sample so, with a new seed if none is given. It has seen these tokens alone."""
+        """Set how a row samples, and that it has seen these tokens. No seed: a random one."""
         self.controls[row] = send(sampling.controls(self.seen.shape[1]), self.device)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self.seeds[row].fill_(seed)
@@ -109,13 +109,13 @@ class SessionRows:
             values[a], values[b] = values[b], values[a]
 
     def note_lengths(self, *rows: int) -> None:
-        """Let the snapshots know what these rows have taken in, before that changes."""
+        """Tell the snapshots how many tokens these rows have taken in, before that changes."""
         for row in rows:
             self.snapshots.note(row, self.cached[row])
 
     @contextmanager
     def keeping(self, row: int, start: int, end: int) -> Iterator[None]:
-        """Within, a call may write these positions of a row; then its memory is as before."""
+        """Within, a call may write these positions of a row; at the end they are restored."""
         views = [
             view[..., start:end, :] if view.shape[-2] == self.cache_len else view  # a state, a ring
             for view in self.memory.views[row]

@@ -55,8 +55,9 @@ class SessionOptions:
     decode_kernels: str = "auto"  # a compiled session takes these: see `choose_runner`
     runner_class: type[CompiledRunner] | None = None  # None: `choose_runner` takes one
     sample_rule: Callable = sample  # (logits, controls, seen, noise) -> tokens [B, 1]
-    # Tokens of each prompt, and of the longest text with its answer. Graphs for these are captured
-    # before the first token, others when a text needs them. None: any may come.
+    # Tokens of each prompt, and of the longest text, prompt and answer. Graphs for these are
+    # captured before the first token. Before the first text that is longer, all steps are captured
+    # anew: half a second for 8 layers. None: any may come.
     prompt_lengths: tuple[int, ...] | None = None
     longest: int | None = None
 
@@ -135,9 +136,9 @@ class DecodeSteps(SessionRows):
         self.details: list[Details] = []
 
     def candidates(self, sampling: Sampling) -> int:
-        """Return among how many of the likeliest tokens a step chooses; 0 is greedy.
+        """Return how many of the likeliest tokens a step samples from; 0 is greedy.
 
-        If `joins_greedy`, greedy is among MAX_CANDIDATES with a top_k of 1: one captured step.
+        If `joins_greedy`, greedy also is MAX_CANDIDATES, with a top_k of 1: one captured step.
         """
         vocabulary = self.seen.shape[1]
         few = min(MAX_CANDIDATES, vocabulary) if self.joins_greedy else 0
@@ -197,7 +198,7 @@ class DecodeSteps(SessionRows):
     def decode(self, size: int, candidates: int) -> None:
         """One step of the first rows: run their tokens at `position`, choose the next ones."""
         state, edits = self.first_rows(size)
-        # Eager code reads only the part of the cache in use: of one sequence, the host knows it.
+        # Eager code reads only the part of the cache in use; for one sequence the host knows it.
         as_chunk = not self.compiled and size == 1
         span = Chunk(self.rows[:1], self.cached[0] + 1) if as_chunk else state.position
         logits, *routing = self.run_model(state.token, span, state.last, self.runner)
@@ -272,7 +273,7 @@ class DecodeSteps(SessionRows):
     def warm_up_step(self, run: Callable[[], None], ahead: int) -> None:
         """Run a step twice where no sequence reaches; leave the state as it was.
 
-        ahead: as of `capture`.
+        ahead: as in `capture`.
         """
         with torch.cuda.stream(torch.cuda.Stream()) if self.captured else nullcontext():
             # Cloned in this stream too: another one would not wait for the clones.

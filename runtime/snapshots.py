@@ -1,4 +1,4 @@
-"""Copies of states, by which a sequence goes back to an earlier length.
+"""Copies of states, with which a sequence goes back to an earlier length.
 
 A recurrent state and the ring of a sliding window need them: neither can go back to any length. A
 ring goes back by a few tokens without a copy, as long as the window before them is still there.
@@ -40,7 +40,7 @@ class Snapshots:
     def take(self, row: int, length: int) -> None:
         """Copy a row's states, at `length` tokens.
 
-        Drop the second copy if there are too many: the first may be of a system prompt.
+        If there are too many copies, drop the second: the first may be that of a system prompt.
         """
         if not self.live[row]:
             return

@@ -91,15 +91,16 @@ class Begun(NamedTuple):
 
 
 class Speculation:
-    """A session whose `stream` takes fewer passes, for one sequence. All else is the session's own.
+    """A session whose `stream` runs one sequence in fewer passes. All else is the session's own.
 
     The sequence is that of row 0. runtime/drafting_batch.py runs passes of the first rows.
 
-    draft_tokens: most drafts of a pass. draft: the model that drafts; head: the head that does
-    (`load_head`). Without them drafts are looked up in the text so far. auto: a controller chooses
-    the number of drafts, 0 included, and lookups of long matches come before others; else each pass
-    has draft_tokens if there are drafts. draft_ids: those that a model or head chooses
-    among, rising (`Tokenizer.frequent_ids`); empty: all.
+    draft_tokens: most drafts of a pass. draft: a model that drafts; head: a head that does
+    (`load_head`). Without either, drafts are looked up in the text so far. auto: a controller
+    chooses the number of drafts, 0 included, and lookups of long matches come before others; else
+    each pass has draft_tokens, if there are drafts. draft_ids: ids from which a model or head
+    drafts, rising (`Tokenizer.frequent_ids`); empty: all.
+
     Four counts describe the last stream: passes of the model after the prompt, and the tokens
     drafted, accepted and delivered in them. Raises ValueError for a model or a head that drafts for
     a session of several sequences, and as `check_drafting`.
@@ -129,7 +130,7 @@ class Speculation:
         self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)  # row 0's
         if self.drafter.q is not None:  # greedy drafts have none
             session.joins_greedy = False
-        # Of each row, if the session has several.
+        # The lookup of each row.
         self.lookups = [LookupDrafter(session, draft_tokens, n) for n in range(session.batch)]
         if isinstance(self.drafter, LookupDrafter):
             self.lookups[0] = self.drafter
@@ -138,7 +139,7 @@ class Speculation:
         self.drafts = session.shared_integers(rows, draft_tokens)
         self.upload = Upload(self.drafts)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
-        size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass; of several sequences, of all
+        size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass of one sequence, or of several
         self.result = session.shared_integers(size)
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
@@ -175,7 +176,7 @@ class Speculation:
         self.control.exchange(a, b)
 
     def counts(self, rows: int) -> range:
-        """Return the numbers of drafts that a pass of the first rows may have; none: no pass."""
+        """Return the numbers of drafts that a pass of the first rows may have; empty: no pass."""
         most = self.count if rows == 1 else min(self.count, SHARED_TOKENS // rows - 1)
         return range(1 if self.auto else max(1, most), most + 1)
 
@@ -231,7 +232,7 @@ class Speculation:
         return self.auto and (sampling.edits_logits or self.session.watch or seeded)
 
     def stream(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """`Session.stream`: several tokens come at once where drafts were accepted."""
+        """`Session.stream`: where drafts are accepted, several tokens come at once."""
         session = self.session
         self.passes = self.drafted = self.accepted = self.delivered = 0
         session.check_prompts([ids], max_new_tokens)
@@ -280,9 +281,9 @@ class Speculation:
                 del session.ids[0][end:]  # the reader has left within a pass
 
     def run_pass(self, candidates: int, left: int) -> list[int]:
-        """Return the new tokens of row 0: of what is in flight, if anything is.
+        """Return the new tokens of row 0, of the pass in flight or of a new one.
 
-        left: its tokens that are to come.
+        left: how many tokens the row may still have.
         """
         if not self.begun:
             self.begin_rows(candidates, [left])
@@ -307,11 +308,11 @@ class Speculation:
     ) -> None:
         """Draft and launch a pass, or a plain step, for the first rows.
 
-        left: tokens that are to come of each row. drafts: whether a row may have drafts; empty: all
-        may. size: the rows of the step, those without a sequence included; 0: there are none.
+        left: how many tokens each row may still have. drafts: whether a row may have drafts; empty:
+        all may. size: the rows of the step, idle ones included; 0: no row is idle.
 
         While plain steps follow each other, the next one is in flight when a token is read. So
-        drafts may begin one token late, and looking for them costs no time.
+        drafts may begin one token late, but looking for them costs no time.
         """
         rows, size = range(len(left)), size or len(left)
         may_draft = drafts or [True] * len(left)
@@ -378,7 +379,7 @@ class Speculation:
         return found
 
     def take_step(self, candidates: int, rows: int, size: int, goes_on: bool) -> list[PassTokens]:
-        """Return each row's token of the plain step in flight. goes_on: launch another before."""
+        """Return each row's token of the plain step in flight. goes_on: first launch another."""
         read = self.release()
         if goes_on and self.overlaps:
             self.in_flight = self.launch(candidates, rows, size)
@@ -407,15 +408,16 @@ def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
 
 
 def passes_are_quick(session: Session) -> bool:
-    """Whether a start waits for no pass of lookups: they are eager, or captured in 0.2 s each."""
+    """Whether passes of lookups delay no start: they are eager, or captured in 0.2 s each."""
     return session.captures_fast or not session.compiled
 
 
 def capture_between_answers(speculation: Speculation) -> None:
     """Capture passes between answers from now on, if they are automatic and each takes 0.2 s.
 
-    Their kernels are compiled then, too. Those of a head or a draft model are compiled by Inductor,
-    for longer. A fixed number of drafts is due from the first token on.
+    Their kernels are compiled then, too. Other passes are captured before the answer: those of a
+    head or a draft model take Inductor longer to compile, and a fixed number of drafts is due from
+    the first token on.
     """
     session, captures = speculation.session, speculation.captures
     is_lookup = isinstance(speculation.drafter, LookupDrafter)

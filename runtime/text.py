@@ -139,9 +139,9 @@ def check_stop(stop: Sequence[str]) -> None:
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> int | None:
-    """Return where the first stop text begins. start: before it is none, nor the beginning of one.
+    """Return where the first stop text begins. start: none begins before it.
 
-    Without it, the search would take longer for each token of a long answer than the token.
+    Without `start`, searching a long answer at each token would take longer than the token.
     """
     return min((at for s in stop if (at := text.find(s, start)) >= 0), default=None)
 

@@ -1,4 +1,4 @@
-"""A pass apart from the model: which drafts it accepts, and the model's own token after them.
+"""The parts of a pass beside the model: which drafts are accepted, and which token follows them.
 
 Greedy: drafts are accepted while they equal the model's own tokens. Sampled: with the chances of
 Leviathan et al. 2023, so that tokens have the model's own distribution.

@@ -24,7 +24,8 @@ def stored_bytes(module: nn.Module) -> int:
 def bytes_per_token(model: Transformer, experts_read: float | None = None) -> int:
     """Return the bytes that one token reads: A of E experts, one row of the embedding, all else.
 
-    A few rows of tables that stay in host memory (`host_modules` of the model) are left out.
+    Tables that stay in host memory (`host_modules` of the model), of which it reads a few rows, are
+    left out.
 
     experts_read: for several tokens at once, the distinct experts that they read in a layer.
     """

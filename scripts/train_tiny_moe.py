@@ -185,11 +185,11 @@ def long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 20}
 
 
-def shingles(text: str, length: int = 200) -> set[str]:
-    """Return the substrings of `length` characters that start at a line's start."""
+def shingles(text: str) -> set[str]:
+    """Return the substrings of 200 characters that start at a line's start."""
     lengths = (len(line) for line in text.splitlines(keepends=True))
     starts = itertools.accumulate(lengths, initial=0)
-    return {text[i : i + length] for i in starts if i + length <= len(text)}
+    return {text[i : i + 200] for i in starts if i + 200 <= len(text)}
 
 
 def check_leaks(corpus: Corpus) -> dict[str, float]:
@@ -498,6 +498,26 @@ def build_loss(
     return torch.compile(loss_of) if cuda else loss_of
 
 
+def update(
+    model: nn.Module, average: nn.Module, optimizers: list, step: int, options: argparse.Namespace
+) -> None:
+    """Step the weights by their gradients, which become zero, and their moving average.
+
+    The learning rate rises for `--warmup` steps, then falls linearly to zero.
+    """
+    rate = options.lr * min(1.0, step / options.warmup, 1 - (step - 1) / options.steps)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    model.zero_grad(set_to_none=False)  # Muon's stacks are views of these gradients
+    # Decay the poor weights of the first steps faster.
+    fresh = 1 - min(options.ema, step / (step + 9))
+    with torch.no_grad():
+        torch._foreach_lerp_([*average.parameters()], [*model.parameters()], fresh)
+
+
 def train(
     model: "transformers.PreTrainedModel",
     stream: Iterator[tuple[int, Tensor, Tensor]],
@@ -506,8 +526,7 @@ def train(
 ) -> "tuple[transformers.PreTrainedModel, dict]":
     """Train for `--steps`. Return the averaged weights that validate best, and statistics.
 
-    The learning rate rises for `--warmup` steps, then falls linearly to zero. `evaluate` gives
-    validation bits per byte of the exponential moving average of the weights, `--evals` times.
+    `evaluate` gives validation bits per byte of the averaged weights, `--evals` times.
     """
     average = copy.deepcopy(model).eval()
     optimizers = build_optimizers(model.train(), options)
@@ -515,19 +534,9 @@ def train(
     bar = tqdm(range(1, options.steps + 1), desc="train", unit="step")
     for step in bar:
         epoch, inputs, targets = next(stream)
-        rate = options.lr * min(1.0, step / options.warmup, 1 - (step - 1) / options.steps)
-        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["lr"] = rate
         loss, balance = loss_of(inputs, targets)
         (loss + options.balance * balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad(set_to_none=False)  # Muon's stacks are views of these gradients
-        # Decay the poor weights of the first steps faster.
-        fresh = 1 - min(options.ema, step / (step + 9))
-        with torch.no_grad():
-            torch._foreach_lerp_([*average.parameters()], [*model.parameters()], fresh)
+        update(model, average, optimizers, step, options)
         if started is None or step % 20 == 0:  # the only synchronization with the GPU
             bar.set_postfix_str(f"epoch {epoch}, loss {loss:.3f}, balance {balance:.3f}")
             started = started or time.perf_counter()  # exclude compilation
@@ -602,18 +611,9 @@ def train_head(
     bar = tqdm(range(1, options.steps + 1), desc="train", unit="step")
     for step in bar:
         _, inputs, _ = next(stream)
-        rate = options.lr * min(1.0, step / options.warmup, 1 - (step - 1) / options.steps)
-        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["lr"] = rate
         losses = head_loss(model, head, inputs)
         sum(losses).backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        head.zero_grad(set_to_none=False)  # Muon's stacks are views of these gradients
-        fresh = 1 - min(options.ema, step / (step + 9))
-        with torch.no_grad():
-            torch._foreach_lerp_([*average.parameters()], [*head.parameters()], fresh)
+        update(head, average, optimizers, step, options)
         if step % 20 == 0:
             bar.set_postfix_str(", ".join(f"{loss:.3f}" for loss in losses))
     return average, {

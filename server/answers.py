@@ -13,9 +13,9 @@ from runtime.session_steps import Details
 from server.errors import APIError
 from server.plan import GenerationRequest
 from tokenizer import Tokenizer
-from tool_calls.formats import CallPiece, Piece, TextPiece
+from tool_calls.parser import CallPiece, Piece, TextPiece
 
-# Of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
+# finish_reason of `generate` -> the API's. The time limit interrupts; None: the stream goes on.
 FINISH_REASONS = {"stop": "stop", "length": "length", "interrupted": "length", None: None}
 
 
@@ -99,7 +99,7 @@ class AnswerReader:
         return pieces
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the API's finish_reason for that of `generate`. A named tool's is "stop"."""
+        """Return the API's finish_reason for that of `generate`; for a named tool it is "stop"."""
         is_chosen = self.calls and not self.is_named
         return "tool_calls" if is_chosen and reason == "stop" else FINISH_REASONS[reason]
 

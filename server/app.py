@@ -30,12 +30,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from cli.serve_options import LOCAL_HOSTS
 from host.folders import model_folder
 from host.switches import switch_interval
 from parallel import process_group
 from runtime.session import Session
 from runtime.speculation import Speculation
-from server import LOCAL_HOSTS
 from server.answers import Builder, ResponseBuilder
 from server.clients import QueuedRequest
 from server.connections import make_http_server
@@ -57,8 +57,8 @@ from tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("moe_fast")
 Prepared = tuple[GenerationRequest, Builder]
 Endpoint = Callable[[Request], Awaitable[Response]]
-# Of Python's lock. Its own interval is as long as a decode step: the main thread would launch the
-# next one late.
+# A thread keeps Python's lock for this time. The default is as long as a decode step: the main
+# thread would launch the next step late.
 SWITCH_SECONDS = 5e-4
 REQUEST_ID = "request-id"  # a header of Anthropic's API
 BODY_TIMEOUT = 30.0  # seconds in which a request's body must arrive
@@ -81,18 +81,22 @@ def make_app(scheduler: Scheduler, tokenizer: TokenizerPool, settings: AppSettin
     """Return the ASGI app."""
     endpoints = Endpoints(scheduler, tokenizer, settings)
     guard, post = endpoints.guard, ["POST"]
+
+    def answer(prepare: Callable[[bytes], Prepared]) -> Endpoint:
+        return guard(partial(endpoints.complete, prepare=prepare))
+
     routes = [  # by GET and HEAD, unless by POST
-        Route("/v1/chat/completions", guard(endpoints.chat_completions), methods=post),
-        Route("/v1/completions", guard(endpoints.completions), methods=post),
-        Route("/v1/responses", guard(endpoints.responses), methods=post),
+        Route("/v1/chat/completions", answer(partial(endpoints.prepare, chat=True)), methods=post),
+        Route("/v1/completions", answer(partial(endpoints.prepare, chat=False)), methods=post),
+        Route("/v1/responses", answer(endpoints.prepare_response), methods=post),
         Route("/v1/responses/{id}", guard(endpoints.stored_response)),
         Route("/v1/responses/{id}", guard(endpoints.delete_response), methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", guard(endpoints.input_items)),
         Route("/v1/messages", guard(endpoints.messages), methods=post),
         Route("/v1/messages/count_tokens", guard(endpoints.count_tokens), methods=post),
         Route("/v1/embeddings", guard(endpoints.embeddings), methods=post),
-        Route("/tokenize", guard(endpoints.tokenize), methods=post),
-        Route("/detokenize", guard(endpoints.detokenize), methods=post),
+        Route("/tokenize", guard(partial(endpoints.convert, compute=tokenize)), methods=post),
+        Route("/detokenize", guard(partial(endpoints.convert, compute=detokenize)), methods=post),
         Route("/v1/models", guard(endpoints.models)),
         Route("/v1/models/{name:path}", guard(endpoints.model)),
         Route("/metrics", guard(endpoints.metrics)),
@@ -131,15 +135,6 @@ class Endpoints:
         self.started = int(time.time())
 
     # Completions ------------------------------------------------------------------------------
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self.complete(request, partial(self.prepare, chat=True))
-
-    async def completions(self, request: Request) -> Response:
-        return await self.complete(request, partial(self.prepare, chat=False))
-
-    async def responses(self, request: Request) -> Response:
-        return await self.complete(request, self.prepare_response)
 
     def prepare(self, body: bytes, chat: bool) -> Prepared:
         """Read a request's body. Raises APIError."""
@@ -206,19 +201,13 @@ class Endpoints:
         fix = "send it to a server of an embedding model"
         raise APIError(f"this server generates text and has no embeddings: {fix}", 400)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self.convert(request, tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self.convert(request, detokenize)
-
-    async def convert(self, request: Request, answer: Callable[..., dict]) -> Response:
+    async def convert(self, request: Request, compute: Callable[..., dict]) -> Response:
         """Answer a request that needs the tokenizer alone."""
         with ExitStack() as stack:
             self.admit(stack)
             body, loop = await self.read_body(request), asyncio.get_running_loop()
-            compute = partial(answer, body, self.tokenizer, self.settings.limits.max_seq_len)
-            return self.json_response(await loop.run_in_executor(self.reading, compute))
+            given = body, self.tokenizer, self.settings.limits.max_seq_len
+            return self.json_response(await loop.run_in_executor(self.reading, compute, *given))
 
     def admit(self, stack: ExitStack) -> None:
         """Count a request until the stack closes. Raises APIError if there are too many."""

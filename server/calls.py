@@ -32,7 +32,7 @@ class CallSettings(NamedTuple):
         return found | ({"grammar": self.grammar, "reasons": False} if self.grammar else {})
 
     def beside(self, answer: str, tokenizer: Tokenizer) -> str:
-        """Return the grammar of calls, or of answers that follow the grammar `answer`."""
+        """Return the grammar of either calls, or an answer that follows the grammar `answer`."""
         if not self.format.openers:  # calls stand outside of the answer's text
             return answer
         return answer_or_calls(tokenizer, answer, self.format.openers, self.format.tokens)

@@ -19,8 +19,8 @@ SHUTDOWN_SECONDS = 1  # that answers in flight have to end
 class TimedProtocol(H11Protocol):
     """Closes a connection whose headers are late, and one whose client does not read.
 
-    uvicorn has a timeout for idle ones only. Otherwise silent sockets would use up the server's
-    file descriptors, and requests whose answer nobody reads its places.
+    uvicorn has a timeout for idle connections only. Without these, silent sockets would use up the
+    server's file descriptors, and answers that nobody reads would fill its queue.
     """
 
     header_timer: asyncio.TimerHandle | None = None
@@ -98,7 +98,7 @@ def make_http_server(app: Starlette) -> uvicorn.Server:
 
     It accepts any number of connections: the app limits requests.
     """
-    # The first stream would import what this does, for a tenth of a second, and deliver no token.
+    # This imports what the first stream would import, for a tenth of a second without a token.
     anyio.run(anyio.sleep, 0)
     config = uvicorn.Config(
         app,

@@ -24,7 +24,7 @@ from tool_calls.arguments import KINDS, OTHER_NAMES, find_pointer
 MAX_DEPTH = 64  # of nested JSON or brackets: llguidance recurses on the native stack
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_COMPILED = 32  # grammars kept
-MAX_WHITESPACE = 20  # characters between JSON tokens: a model may otherwise never leave them
+MAX_WHITESPACE = 20  # characters between JSON tokens: a model might write white space for ever
 # Fuel bounds time: about 50k a ms for a grammar, 14k a ms for a step.
 LIMITS = {
     "max_items_in_row": 2000,
@@ -208,7 +208,7 @@ def json_schema(schema: dict | bool, strict: bool = True) -> str:
     """Return the grammar of JSON that a schema accepts.
 
     strict: False ignores keywords that llguidance does not know, patterns that it does not support
-    and references that lead nowhere. Raises ValueError.
+    and references that lead nowhere; True raises ValueError for them.
     """
     return json.dumps({"grammars": [{"json_schema": _checked_schema(schema, strict)}]})
 
@@ -248,15 +248,15 @@ def lark_or_gbnf(grammar: str) -> str:
 def answer_or_calls(
     tokenizer: Tokenizer, answer: str, openers: Sequence[str], tokens: Sequence[str]
 ) -> str:
-    """Return the grammar of an answer, or of tool calls in its place, which are free.
+    """Return the grammar of either an answer or tool calls; the calls follow no grammar.
 
-    answer: its grammar. openers: markers of which one begins the calls. tokens: markers that may be
-    control tokens in them.
+    answer: its grammar. openers: markers, one of which begins the calls. tokens: markers within the
+    calls that may be control tokens.
     """
     begin = " | ".join(marker(tokenizer, opener) for opener in openers)
     control = [symbol for name in tokens if (symbol := marker(tokenizer, name))[0] == "<"]
     rest = " | ".join(["TEXT", *control])
-    # No space before a call: it would be a way into one, and out of the answer.
+    # No space before a call: an answer could begin with it, and then become a call.
     calls = f"start: @answer | ({begin}) ({rest})*\nTEXT: /(.|\\n)+/\n"
     (grammar,) = json.loads(answer)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": calls}, {"name": "answer", **grammar}]})

@@ -1,7 +1,7 @@
-"""Fill-in-the-middle: prompts of a text before and one after the answer, by the model's tokens."""
+"""Fill-in-the-middle: prompts of the texts before and after an answer, by tokens of the model."""
 
 from server.constraints import FieldError
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
 
 # Names of the tokens before the first text, before the second one, and before the answer, as the
@@ -21,7 +21,7 @@ def fill_in_prompt(before: str, after: str, tokenizer: Tokenizer | TokenizerPool
 
     Names of control tokens in the texts are text. Raises FieldError if the model has no such form.
     """
-    vocabulary = tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
+    vocabulary = vocabulary_of(tokenizer)
     for form in (*FORMS, SUFFIX_FIRST):
         found = [id for name in form if (id := vocabulary.token_id(name)) is not None]
         if len(found) == len(form):

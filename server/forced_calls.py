@@ -1,6 +1,6 @@
 """Grammars of forced calls: `tool_choice` is "required" or names a function.
 
-The prompt has the beginning of the call. The grammar holds the arguments to the function's schema.
+The prompt has the beginning of the call. The grammar makes the arguments follow the schema.
 """
 
 import json
@@ -28,10 +28,10 @@ def forced_call(
     """Return the grammar of a call whose beginning the prompt has: tool_choice required or a name.
 
     tools: (name, schema of the arguments or None). markers: the texts between a name and its
-    arguments, and after these; or the tags of arguments that are no JSON object. name: of the
-    function; None: the answer chooses it. strict: names of tools whose schema is refused, rather
-    than relaxed, if it is not supported and the tool is forced by name. Markers that are control
-    tokens become their ids. Raises ValueError.
+    arguments, and after these; or the tags of arguments that are no JSON object. Those that are
+    control tokens become their ids. name: of the function; None: the answer chooses it. strict:
+    names of tools. If such a tool is forced by name and its schema is not supported, the schema is
+    refused; other schemas are relaxed. Raises ValueError.
     """
     tags = markers if isinstance(markers, ArgumentTags) else None
     texts = (tags.after_name, tags.end) if tags else markers

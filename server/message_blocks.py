@@ -11,14 +11,14 @@ from server.errors import APIError
 from server.messages import Item, MessagesBody, error_body
 from server.plan import GenerationRequest
 from tokenizer import Tokenizer
-from tool_calls.formats import Piece, TextPiece
+from tool_calls.parser import Piece, TextPiece
 
 
 class MessageBuilder:
     """Builds the blocks and events of one answer, see server.answers.Builder.
 
-    Without `thinking` in the request, thoughts that the model has nevertheless are not sent: then
-    clients expect text in the first block.
+    Without `thinking` in the request, clients expect text in the first block. If the model thinks
+    nevertheless, its thoughts are not sent.
     """
 
     def __init__(

@@ -16,10 +16,9 @@ from server.schema import (
     TokenLimit,
     chat_error,
     part_text,
-    vocabulary_of,
 )
 from server.structured import StrictModel, report_unknown
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
 
 Item = dict[str, Any]
@@ -60,7 +59,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Beside the results of their tools, such as web_search_tool_result.
+# Blocks about Anthropic's servers, beside the results of their tools (web_search_tool_result).
 SERVERS_BLOCKS = {"redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload"}
 EFFORTS = {"max": "high"}  # of this API -> OpenAI's, which ends at xhigh
 
@@ -242,7 +241,7 @@ def assistant_message(blocks: list) -> Item:
 def is_servers_block(kind: Any) -> bool:
     """Whether a block concerns Anthropic's servers: their tools, and thoughts that only they read.
 
-    Those of a history say nothing to another model.
+    Such blocks of a history say nothing to another model.
     """
     return isinstance(kind, str) and (kind in SERVERS_BLOCKS or kind.endswith("_tool_result"))
 

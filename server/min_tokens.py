@@ -8,9 +8,9 @@ from runtime.logit_edits import ALL, Constraint
 
 
 class MinTokens:
-    """Forbids the end tokens of an answer's first `count` tokens.
+    """Forbids end tokens among an answer's first `count` tokens.
 
-    constraint: a grammar that the answer follows, too. Where it demands the end, the answer ends.
+    constraint: a grammar that the answer follows, too. If it allows the end alone, the answer ends.
     """
 
     def __init__(self, count: int, stop_ids: Sequence[int], constraint: Constraint | None):

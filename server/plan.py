@@ -12,8 +12,13 @@ from runtime.sampling import Sampling
 from server.calls import CallSettings
 from server.constraints import FieldError
 from server.errors import APIError, ContextLengthError, error_field, error_message
-from server.schema import ChatCompletionBody, CompletionBody, vocabulary_of
-from server.tokenizing import PromptTooLongError, TokenizerPool, TokenizerUnavailableError
+from server.schema import ChatCompletionBody, CompletionBody
+from server.tokenizing import (
+    PromptTooLongError,
+    TokenizerPool,
+    TokenizerUnavailableError,
+    vocabulary_of,
+)
 from tokenizer import Tokenizer
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
@@ -35,7 +40,7 @@ class Generation:
     grammar: str | None = None  # that the answer follows, see server.constraints
     continues: str | None = None  # the part that the prompt ends inside of: TextSettings
     reasons: bool = True  # with `reply`: the grammar begins after the reasoning block, if any
-    min_tokens: int = 0  # before these no end token is chosen
+    min_tokens: int = 0  # among these no end token is chosen
     seeded: bool = False  # the request has a seed, which promises the same text at each run
 
 

@@ -20,7 +20,7 @@ from server.plan import GenerationRequest
 from server.response_store import ItemStore
 from server.responses import Item, ResponsesBody
 from tokenizer import Tokenizer
-from tool_calls.formats import Piece, TextPiece
+from tool_calls.parser import Piece, TextPiece
 
 
 class ResponsesBuilder:

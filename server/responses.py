@@ -1,7 +1,7 @@
 """OpenAI's Responses API: its requests become chats, answers become items and typed events.
 
-A request has the whole conversation, or names the response that it follows. Items of recent answers
-may stand in it by their ids, as the Vercel AI SDK sends them: ItemStore has both.
+A request has the whole conversation, or names the response that it follows. Instead of an item of a
+recent answer it may have the item's id, as the Vercel AI SDK does. ItemStore has both.
 """
 
 import json
@@ -39,7 +39,7 @@ SAMPLING = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 SHARED = (*SAMPLING, *StructuredFields.model_fields, "parallel_tool_calls", "stream")
-# Items of tools that OpenAI's servers run. Those of a history say nothing to another model.
+# Items of tools that OpenAI's servers run. Such items of a history say nothing to another model.
 SERVERS_ITEMS = {
     *("web_search_call", "file_search_call", "computer_call", "computer_call_output"),
     *("code_interpreter_call", "image_generation_call", "mcp_call", "mcp_list_tools"),
@@ -184,8 +184,8 @@ class ResponsesBody(StructuredFields, OtherServersFields):
     def chat_tools(self) -> tuple[list[Item], str | Item]:
         """Return the functions and `tool_choice` as a chat has them.
 
-        Tools of other types (web_search, custom) are left out: nothing here runs them. Of
-        `allowed_tools` the others are left out, too. Raises APIError.
+        Tools of other types (web_search, custom) are left out: nothing here runs them. So are those
+        that `allowed_tools` does not name. Raises APIError.
         """
         functions = {}
         for tool in self.tools:

@@ -40,8 +40,8 @@ from server.vllm_metrics import Timing
 from tokenizer import Tokenizer
 
 log = logging.getLogger("moe_fast")
-# A server prepares parts when it has been idle for so long: the next request of a conversation
-# often comes at once, and would wait. So often it looks whether their kernels are compiled.
+# Idle seconds after which a server captures further graphs: the next request of a conversation
+# often comes at once, and would wait. It also looks so often whether their kernels are compiled.
 QUIET_SECONDS = 2.0
 HEARTBEAT_SECONDS = 60.0  # between messages from an idle rank 0 to the other ranks
 MAX_RETRY_SECONDS = 600.0
@@ -61,7 +61,7 @@ class Scheduler:
     The queue has the requests with answers that have not begun. They take turns: each turn begins
     one answer, so a request with one answer never waits for all answers of another.
 
-    max_queue: maximum of requests of which no answer has begun. time_limit: seconds from a
+    max_queue: most requests of which no answer has begun. time_limit: seconds from a
     request's arrival to its end. max_batch: answers decoded at a time. model_name: a label of the
     metrics.
     """
@@ -75,7 +75,7 @@ class Scheduler:
         self.changed, self.closed = threading.Condition(), False
         self.drain_until: float | None = None  # time.monotonic() at which a drain closes
         self.deliver: Callable[[], None] = lambda: None  # hands sent events over to the HTTP thread
-        # Prepares a part while there is nothing to do; returns whether to go on with others.
+        # Captures one graph while there is nothing to do; returns whether others are left.
         self.prepare_next: Callable[[], bool] = lambda: False
         self.is_prepared: Callable[[], bool] = lambda: True  # nothing is left to prepare
         self.metrics = Metrics(self.waiting, lambda: len(self.clients), model_name)
@@ -180,8 +180,8 @@ class Scheduler:
     def next_turn(self) -> QueuedRequest:
         """Move the request whose turn it is to the queue's front, and return it.
 
-        The request that had the last turn stays in front until now: so it comes after those that
-        have arrived meanwhile.
+        The request that had the last turn moves to the end only now, behind those that have arrived
+        since.
         """
         if self.queue[0] is self.latest:
             self.queue.rotate(-1)
@@ -366,14 +366,14 @@ class Decoder:
         self.answers[number] = self.by_sequence[sequence] = answer
 
     def make_constraint(self, generation: Generation) -> Constraint | None:
-        """Return what holds an answer to its grammar and its length; None without these."""
+        """Return the constraint of an answer's grammar and least length; None without these."""
         constraint = self.make_grammar(generation)
         if generation.min_tokens:
             return MinTokens(generation.min_tokens, self.tokenizer.stop_ids, constraint)
         return constraint
 
     def make_grammar(self, generation: Generation) -> Constraint | None:
-        """Return what holds an answer to its grammar; None without one."""
+        """Return the constraint of an answer's grammar; None without one."""
         if generation.grammar is None:
             return None
         tokens = grammar_tokens(self.tokenizer, self.session.model.args.vocab_size)
@@ -431,7 +431,7 @@ class Decoder:
         del self.answers[answer.number], self.by_sequence[answer.sequence]
 
     def fail(self, number: int, error: Exception) -> None:
-        """End an answer by an error. Its row is forgotten."""
+        """End an answer with an error, and forget its row."""
         if answer := self.answers.get(number):
             row = answer.sequence.row
             self.remove(answer)

@@ -13,10 +13,11 @@ from server.errors import FIELD_MESSAGES, APIError, error_field, error_message, 
 from server.fill_in import fill_in_prompt
 from server.forced_calls import forced_call
 from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
-from tool_calls.formats import NAME, find_format
+from tool_calls.formats import find_format
 from tool_calls.generic import GENERIC, messages_with_tools
+from tool_calls.parser import NAME
 from tool_calls.reading import template_calls
 
 MAX_ANSWERS = 8  # the largest `n`
@@ -470,11 +471,6 @@ def chat_error(error: ValidationError, names: dict[str, str], messages: dict[str
         message = messages.get(name, message)
     message = re.sub(f"^{field}(?=[ :])", name, message) if field else message
     return APIError(message, param=name or None)
-
-
-def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:
-    """Return the tokenizer of this process."""
-    return tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
 
 
 def encode_prompt(

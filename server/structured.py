@@ -1,4 +1,4 @@
-"""Fields by which a request restricts its answers' text: those of OpenAI's API and of others.
+"""Fields of a request that restrict the answers' text: those of OpenAI's API and of other servers.
 
 vLLM, SGLang and llama.cpp have fields of their own. A field that this server knows is honored or
 refused: an answer that silently lacks its format breaks the program that asked for it.
@@ -126,7 +126,7 @@ class StructuredOutputs(StrictModel):
     whitespace_pattern: Unsupported = None
     disable_any_whitespace: Unsupported = None
     disable_additional_properties: Unsupported = None
-    disable_fallback: Any = None  # ignored, as all that chooses a backend
+    disable_fallback: Any = None  # ignored: it chooses a backend, as others do
 
 
 class Restriction(NamedTuple):

@@ -124,6 +124,11 @@ class TokenizerPool:
             end(process)
 
 
+def vocabulary_of(tokenizer: Tokenizer | TokenizerPool) -> Tokenizer:
+    """Return the tokenizer of this process."""
+    return tokenizer.vocabulary if isinstance(tokenizer, TokenizerPool) else tokenizer
+
+
 def text_bytes(value: Any) -> int:
     """Return the bytes of all texts in a JSON value, those of an object's keys aside."""
     if isinstance(value, str):
@@ -135,8 +140,8 @@ def text_bytes(value: Any) -> int:
 def time_limit(line: str) -> float:
     """Return the seconds that a request may take, from its line.
 
-    They are the CPU's: on a busy machine a request takes longer, and is no bomb. A prompt of a
-    million tokens has 4 MB.
+    They are the CPU's seconds: a request that is slow because the machine is busy does not fail. A
+    prompt of a million tokens has 4 MB.
     """
     return TIME_LIMIT + len(line) * SECONDS_PER_BYTE
 
@@ -228,8 +233,8 @@ def answer_requests(tokenizer: Tokenizer) -> None:
 def chat_ids(tokenizer: Tokenizer, messages: list[dict], variables: dict) -> list[int]:
     """Return the ids of a conversation.
 
-    Where the template refuses them, it gets no reasoning beside text and calls, then none at all,
-    then no system message, then one message for those of a role that follow each other.
+    If the template refuses them, they are changed step by step: without the reasoning beside text
+    and calls, without any, without a system message, with neighbors of one role merged.
     """
     changes = iter((without_reasoning_of_calls, without_reasoning, merge_system, merge_turns))
     while True:
@@ -263,7 +268,7 @@ def without_reasoning(messages: list[dict], beside: tuple[str, ...] = ()) -> lis
 
 
 def merge_system(messages: list[dict]) -> list[dict] | None:
-    """Return the messages with the system's put before the first user message, or in place of one.
+    """Return the messages with the system's text at the beginning of the first user message.
 
     Return None if there is no system message.
     """
@@ -280,10 +285,7 @@ def merge_system(messages: list[dict]) -> list[dict] | None:
 
 
 def merge_turns(messages: list[dict]) -> list[dict] | None:
-    """Return the messages with texts of a role that follow each other as one.
-
-    Return None if there are none.
-    """
+    """Return the messages with neighboring texts of one role merged; None if there are none."""
     found: list[dict] = []
     for message in messages:
         last = found[-1] if found else {}

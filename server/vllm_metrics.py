@@ -1,4 +1,4 @@
-"""Metrics by vLLM's names, where the meaning is the same: dashboards for it work here, too.
+"""Metrics under vLLM's names, where the meaning is the same: its dashboards work here, too.
 
 Names, labels and meanings follow the page "Production Metrics" of vLLM's documentation.
 """
@@ -19,7 +19,7 @@ INTERVAL_SECONDS = (
     *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5),
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-# Of `generate` -> vLLM's.
+# finish_reason of `generate` -> vLLM's.
 FINISHED = {"stop": "stop", "length": "length", "interrupted": "abort"}
 
 
@@ -56,11 +56,9 @@ class VllmMetrics:
             "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
         }
         self.counters = {name: self.counter(name, text) for name, text in counters.items()}
-        reason = "finished_reason"
-        self.finished = Counter(
-            "vllm:request_success", "Answers by their end.", [*self.labels, reason],
-            registry=registry,
-        )  # fmt: skip
+        labels = [*self.labels, "finished_reason"]
+        text = "Answers by their end."
+        self.finished = Counter("vllm:request_success", text, labels, registry=registry)
         self.first_token = self.histogram(
             "time_to_first_token_seconds",
             "Seconds from arrival to the first token.",

@@ -18,7 +18,7 @@ from benchmarks import decode_speed, layer_tuning, transformers_peer
 from benchmarks.kernel_profile import kernel_table, known_reads, launch_lines, weight_reads
 from benchmarks.transformers_peer import SETTINGS, hf_config, hf_model, measure_peer
 from generate import load_model
-from models import ARCHITECTURES, args_from_hf, build_model
+from models import ARCHITECTURES, CONFIGS, args_from_hf, build_model
 from models.random_weights import RandomWeights, architecture, first_layers, number_format
 from ops.products import few_tokens
 from ops.products.few_tokens import FewTiles
@@ -448,8 +448,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", (*ARCHITECTURES, *VARIANTS))
 def test_the_peers_config_gives_our_args_back(name):
-    args = ARCHITECTURES[name] if name in ARCHITECTURES else args_from_hf(VARIANTS[name])
-    model = hf_model(args, torch.bfloat16, "meta")  # compares the number of weights
+    config = CONFIGS.get(name) or VARIANTS[name]
+    args = args_from_hf(config)
+    model = hf_model(config, args, torch.bfloat16, "meta")  # compares the number of weights
     assert args_from_hf(model.config.to_dict()) == args
     kept = tuple(model._keep_in_fp32_modules_strict or ())  # transformers': a router's weight
     dtypes = {p.dtype for name, p in model.named_parameters() if not name.endswith(kept)}
@@ -457,18 +458,48 @@ def test_the_peers_config_gives_our_args_back(name):
     assert model.generation_config.eos_token_id is None  # or an answer could be short
 
 
+# Layers of several kinds; a list of them is in the config or made of a rule.
+SOME_LAYERS = (
+    ("Flint-40B-A2.5B", 4),
+    ("gpt-oss-20b", 3),
+    ("Kimi-Linear-48B-A3B", 5),
+    ("Nemotron-3-Nano-30B-A3B", 4),
+    ("Laguna-XS-33B-A3B", 6),
+    ("gemma-4-26B-A4B", 6),
+)
+
+
+@pytest.mark.parametrize(("name", "layers"), SOME_LAYERS)
+def test_the_peer_has_the_first_layers(name, layers):
+    config = hf_config(CONFIGS[name], first_layers(ARCHITECTURES[name], layers))
+    assert args_from_hf(config.to_dict()).n_layer == layers
+
+
+def test_a_whole_config_may_be_quantized_and_nested():
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": CONFIGS["Qwen3.5-35B-A3B"],
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    found = hf_config(config, first_layers(args_from_hf(config), 4))
+    assert found.num_hidden_layers == 4 and not hasattr(found, "quantization_config")
+
+
 def test_args_that_transformers_lacks_are_refused():
-    olmoe = ARCHITECTURES["OLMoE-1B-7B"]
+    config = CONFIGS["OLMoE-1B-7B"]
+    olmoe = args_from_hf(config)
     with pytest.raises(ValueError, match="olmoe cannot have these args"):
-        hf_config(dataclasses.replace(olmoe, sliding_window=64))
+        hf_config(config, dataclasses.replace(olmoe, sliding_window=64))
+    config = config | {"head_dim": 64}
     with pytest.raises(ValueError, match="weights where ours has"):  # its norms are D wide
-        hf_model(dataclasses.replace(olmoe, head_dim=64), torch.bfloat16, "meta")
+        hf_model(config, args_from_hf(config), torch.bfloat16, "meta")
 
 
 def test_the_peer_has_weights_and_rope_frequencies():
     torch.manual_seed(0)
     args = args_from_hf(CONFIG)
-    model = hf_model(args, torch.float32, "cpu")
+    model = hf_model(CONFIG, args, torch.float32, "cpu")
     logits = model(torch.arange(20).unsqueeze(0)).logits
     assert logits.shape == (1, 20, 300) and logits.isfinite().all() and logits.std() > 0
     inv_freq = model.model.rotary_emb.inv_freq
@@ -493,8 +524,9 @@ def test_the_peer_is_measured_in_every_setting(tmp_path):
     assert peer["setting"] in text and text.endswith("peak memory 1.0 GB")
 
 
-def test_a_setting_that_fails_is_left_out_with_one_warning(monkeypatch, caplog):
+def test_a_setting_that_fails_is_left_out_with_one_warning(monkeypatch, caplog, tmp_path):
     options = argparse.Namespace(device="cpu", mode="fp32", prompt_len=3, new_tokens=3)
+    options.arch = write_config(tmp_path)
     args = args_from_hf(CONFIG)
     failing, working = ("dynamic", "no_such"), ("dynamic", "eager")
     monkeypatch.setattr(transformers_peer, "SETTINGS", (failing, working))

@@ -16,7 +16,8 @@ from server.answers import AnswerReader, join_pieces
 from server.plan import GenerationRequest, Limits, plan_request
 from server.schema import ChatCompletionBody
 from tokenizer import Tokenizer, load_tokenizer
-from tool_calls.formats import MARK, KimiParser
+from tool_calls.formats import KimiParser
+from tool_calls.parser import MARK
 from tool_calls.reading import CallReader
 
 THINK = "<think>", "</think>"

@@ -17,7 +17,8 @@ from server import constraints
 from server.constraints import AnswerConstraint, Constraint, GrammarTokens
 from server.forced_calls import forced_call
 from tokenizer import load_tokenizer
-from tool_calls.formats import FORMATS, CallPiece, PythonicParser
+from tool_calls.formats import FORMATS, PythonicParser
+from tool_calls.parser import CallPiece
 
 STRING, INTEGER = {"type": "string", "maxLength": 8}, {"type": "integer"}
 

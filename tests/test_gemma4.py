@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chunks import all_logits, assert_compiled_is_eager, prompt
-from conftest import FAMILIES, randomize
+from conftest import randomize
 from safetensors.torch import load_file
 from test_families import GEMMA4
 from transformers import (
-    AutoConfig,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -17,8 +16,7 @@ from transformers import (
 
 from checkpoint import Checkpoint
 from generate import load_model
-from model import ModelArgs
-from models import ARCHITECTURES, args_from_hf, build_model, family_of
+from models import ARCHITECTURES, args_from_hf, build_model
 from models.converter import convert
 from models.gemma4 import GlobalAttention, WindowAttention
 from models.layers.geglu import geglu
@@ -94,15 +92,6 @@ def test_published_sizes():
     head = model.head.weight.numel()  # tied
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert 25.1e9 < weights - (0 if model.head.weight is model.embedding.weight else head) < 25.3e9
-
-
-def config_of(args: ModelArgs) -> dict:
-    return {"architectures": ["Gemma4ForCausalLM"]} | family_of(args).to_hf(args)
-
-
-def test_config_and_its_inverse():
-    args = ARCHITECTURES["gemma-4-26B-A4B"]
-    assert args_from_hf(config_of(args)) == args
 
 
 ROPE = {
@@ -212,17 +201,3 @@ def test_compiled_tokens_are_the_same(make_family):
     """The decode step, and the prompt's pass with padding."""
     directory = make_family("gemma4").directory
     assert_compiled_is_eager(directory, prompt(70)[0].tolist())
-
-
-def test_transformers_makes_the_same_model_from_our_config(make_family):
-    """As `benchmark.py --peer hf` does."""
-    args = load_model(make_family("gemma4").directory, "cpu").args
-    config = config_of(args)
-    config.pop("architectures")
-    ours, theirs = AutoConfig.for_model(**config), FAMILIES["gemma4"]().config
-    shapes = [
-        {name: tensor.shape for name, tensor in Gemma4ForCausalLM(c).state_dict().items()}
-        for c in (ours, theirs)
-    ]
-    assert shapes[0] == shapes[1]
-    assert ours.rope_parameters == theirs.rope_parameters

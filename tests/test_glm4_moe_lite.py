@@ -13,7 +13,7 @@ from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
 from checkpoint import Checkpoint
 from generate import load_model
-from models import ARCHITECTURES, args_from_hf, build_model, family_of
+from models import ARCHITECTURES, args_from_hf, build_model
 from models.converter import convert
 
 
@@ -32,7 +32,6 @@ def test_published_sizes():
     assert args.dense_layers == (0,) and args.rope_theta == 1e6 and args.routed_scale == 1.8
     size = sum(p.numel() for p in build_model(args).parameters())
     assert size / 1e9 == pytest.approx(29.94, abs=0.005)
-    assert args_from_hf(family_of(args).to_hf(args)) == args
 
 
 @pytest.mark.parametrize("kinds", (["sparse"] * 3, ["dense", "sparse", "dense"]))
@@ -40,7 +39,6 @@ def test_any_layer_may_be_dense(kinds):
     config = {"model_type": "glm4_moe_lite", "num_hidden_layers": 3, "mlp_layer_types": kinds}
     args = args_from_hf(config)
     assert args.dense_layers == tuple(n for n in range(3) if kinds[n] == "dense")
-    assert args_from_hf(family_of(args).to_hf(args)) == args
 
 
 def test_mtp_tensors_are_left_out(make_family, tmp_path):

@@ -27,7 +27,7 @@ from server.responses import ResponsesBody, read_responses_request
 from server.schema import ChatCompletionBody
 from server.tokenizing import chat_ids
 from tokenizer import load_tokenizer
-from tool_calls.formats import MARK
+from tool_calls.parser import MARK
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 2048

@@ -13,8 +13,6 @@ import pytest
 from tool_calls.arguments import Schema, find_pointer, typed_value
 from tool_calls.formats import (
     FORMATS,
-    MARK,
-    CallPiece,
     GemmaParser,
     GlmParser,
     GraniteParser,
@@ -25,9 +23,9 @@ from tool_calls.formats import (
     MistralParser,
     PythonicParser,
     QwenCoderParser,
-    TextPiece,
 )
 from tool_calls.lenient_json import Repair, parse_json
+from tool_calls.parser import MARK, CallPiece, TextPiece
 
 WEATHER = {
     "type": "object",

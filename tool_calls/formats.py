@@ -23,8 +23,6 @@ from tool_calls.parser import (
     NAME,
     Call,
     CallParser,
-    CallPiece,
-    Piece,
     Reader,
     TextPiece,
     beginnings,
@@ -32,26 +30,6 @@ from tool_calls.parser import (
 from tool_calls.pythonic import PythonicParser
 from tool_calls.tagged import GlmParser, MiniMaxParser, QwenCoderParser
 
-__all__ = [
-    "FORMATS",
-    "MARK",
-    "NAME",
-    "CallParser",
-    "CallPiece",
-    "GemmaParser",
-    "GlmParser",
-    "GraniteParser",
-    "HarmonyParser",
-    "HermesParser",
-    "KimiParser",
-    "MiniMaxParser",
-    "MistralParser",
-    "Piece",
-    "PythonicParser",
-    "QwenCoderParser",
-    "TextPiece",
-    "find_format",
-]
 LETTERS = string.ascii_letters + string.digits
 
 
