@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf_checkpoint import add_value, write_gguf
-from test_gguf import check_logits, refusal, small_peer
+from test_gguf import check_logits, refusal, small_peer, wide_peer
 
 from gguf_files.container import GGUFFile
+from gguf_files.source import GGUFCheckpoint
+from runtime.loading import load_model
 
 PREFIX = "qwen3moe."
 
@@ -146,3 +149,71 @@ def test_a_tensor_of_one_axis_is_refused_by_its_shape(family, tmp_path):
 )
 def test_what_cannot_be_run_is_named(change, message, plain, tmp_path):
     assert message in refusal(rewrite(plain, tmp_path / "a.gguf", change))
+
+
+# Tensors ------------------------------------------------------------------------------------------
+
+
+def replaced(source: Path, target: Path, name: str, data: np.ndarray, type: str) -> Path:
+    """Write a file again with other numbers, or another type, of one tensor."""
+    tensors = [t for t in gguf.GGUFReader(source).tensors if t.name != name]
+    kind = gguf.GGMLQuantizationType[type]
+    new = SimpleNamespace(name=name, data=data, tensor_type=kind)
+    return rewrite(source, target, order=lambda _: [*tensors, new])
+
+
+@pytest.mark.parametrize("type", ("Q8_0", "Q5_0", "Q4_1"))
+def test_a_packed_tensor_of_one_axis_has_its_numbers(type, plain, tmp_path):
+    """A block has several of its rows, of one number each."""
+    (norm,) = (t for t in gguf.GGUFReader(plain).tensors if t.name == "blk.0.attn_norm.weight")
+    kind = gguf.GGMLQuantizationType[type]
+    packed = gguf.quants.quantize(norm.data, kind)
+    path = replaced(plain, tmp_path / "b.gguf", norm.name, packed, type)
+    model = load_model(GGUFCheckpoint(path), "cpu", torch.float32)
+    want = torch.from_numpy(gguf.quants.dequantize(packed, kind)).view(-1)
+    assert torch.equal(model.layers[0].attention_norm.weight, want)
+
+
+@pytest.fixture(scope="module")
+def nvfp4(tmp_path_factory) -> Path:
+    def type(name: str) -> str:
+        return "F32" if "inp" in name or "token_embd" in name else "NVFP4"
+
+    return write_gguf(tmp_path_factory.mktemp("nvfp4") / "a.gguf", wide_peer("qwen3_moe"), type)
+
+
+ONES = np.ones(32, np.float32)
+SCALES = {
+    "of three rows": (ONES[:3], "F32", "no scale of"),
+    "of more than the rows": (np.ones(4096, np.float32), "F32", "no scale of"),
+    "in blocks": (
+        gguf.quants.quantize(ONES, gguf.GGMLQuantizationType.Q8_0),
+        "Q8_0",
+        "no scale of",
+    ),
+    "that is NaN": (ONES[:1] * np.nan, "F32", "holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("tensor", ("attn_q", "ffn_up_exps"))
+@pytest.mark.parametrize("case", SCALES)
+def test_a_scale_that_is_none_is_one_line(case, tensor, nvfp4, tmp_path):
+    data, type, message = SCALES[case]
+    path = replaced(nvfp4, tmp_path / "b.gguf", f"blk.0.{tensor}.scale", data, type)
+    assert message in refusal(path)
+
+
+def test_numbers_that_are_not_finite_beside_packed_rows_are_refused(tmp_path):
+    """Q in 16 bits and K in blocks are one weight of two ranges."""
+    types = {"attn_q.": "F16", "attn_k.": "Q8_0"}
+    source = write_gguf(
+        tmp_path / "a.gguf",
+        small_peer("qwen3_moe"),
+        lambda name: next((types[part] for part in types if part in name), "F32"),
+    )
+    (query,) = (t for t in gguf.GGUFReader(source).tensors if t.name == "blk.0.attn_q.weight")
+    numbers = query.data.copy()
+    numbers[3, 5] = np.nan
+    path = replaced(source, tmp_path / "b.gguf", query.name, numbers, "F16")
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        load_model(GGUFCheckpoint(path), "cpu")
