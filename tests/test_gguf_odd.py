@@ -12,8 +12,11 @@ import torch
 from gguf_checkpoint import add_value, write_gguf
 from test_gguf import check_logits, refusal, small_peer, wide_peer
 
+from gguf_files import side_files
 from gguf_files.container import GGUFFile
+from gguf_files.side_files import SideFiles
 from gguf_files.source import GGUFCheckpoint
+from host.staging import StagedDirectory
 from runtime.loading import load_model
 
 PREFIX = "qwen3moe."
@@ -217,3 +220,27 @@ def test_numbers_that_are_not_finite_beside_packed_rows_are_refused(tmp_path):
     path = replaced(source, tmp_path / "b.gguf", query.name, numbers, "F16")
     with pytest.raises(ValueError, match="holds NaN or infinity"):
         load_model(GGUFCheckpoint(path), "cpu")
+
+
+# The tokenizer's files ----------------------------------------------------------------------------
+
+
+def test_the_files_of_two_processes_are_those_of_the_first(plain, tmp_path, monkeypatch):
+    """Both began before there were any; the second one's command goes on with the first one's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(side_files, "tokenizer_files", lambda *_: {"a": b"second"})
+    file, commit = GGUFFile(plain), StagedDirectory.commit
+    made = []
+
+    def late(staged, **options):
+        monkeypatch.setattr(StagedDirectory, "commit", commit)
+        monkeypatch.setattr(side_files, "tokenizer_files", lambda *_: {"a": b"first"})
+        made.append(SideFiles(file, 160).directory("F32"))
+        commit(staged, **options)
+
+    monkeypatch.setattr(StagedDirectory, "commit", late)
+    made.append(SideFiles(file, 160).directory("F32"))
+    assert made[0] == made[1] and (made[0] / "a").read_bytes() == b"first"
+    (made[0] / side_files.DONE).unlink()  # a damaged one is replaced
+    assert SideFiles(file, 160).directory("F32") == made[0]
+    assert (made[0] / side_files.DONE).is_file() and len(list(made[0].parent.iterdir())) == 1
