@@ -147,11 +147,42 @@ def test_a_tensor_of_one_axis_is_refused_by_its_shape(family, tmp_path):
         (without("context_length"), "its header lacks qwen3moe.context_length"),
         (without("layer_norm_rms_epsilon"), "lacks qwen3moe.attention.layer_norm_rms_epsilon"),
         (with_values(rope__scaling__type="ntk"), "ntk"),
+        (with_values(rope__scaling__attn_factor=1.5), "attn_factor = 1.5 is not supported"),
         (lambda v: v | {"general.architecture": [1, 2]}, "the architecture '[1 2]' is not"),
     ],
 )
 def test_what_cannot_be_run_is_named(change, message, plain, tmp_path):
     assert message in refusal(rewrite(plain, tmp_path / "a.gguf", change))
+
+
+@pytest.mark.parametrize(
+    "given",
+    (
+        {"rope__scaling__factor": 4.0, "rope__scaling__type": "linear"},
+        {"rope__scaling__factor": 4.0},
+        {"rope__scale_linear": 4.0},
+        {"rope__scaling__factor": 4.0, "rope__scale_linear": 2.0},
+    ),
+)
+def test_a_factor_of_rope_is_linear_unless_a_type_is_given(given, peer, plain, tmp_path):
+    """As in llama.cpp."""
+    rope = peer.config.rope_parameters | {"rope_type": "linear", "factor": 4.0}
+    config = type(peer.config).from_dict(peer.config.to_dict() | {"rope_parameters": rope})
+    scaled = type(peer)(config).eval()
+    scaled.load_state_dict(peer.state_dict())
+    check_logits(rewrite(plain, tmp_path / "a.gguf", with_values(**given)), scaled)
+
+
+@pytest.mark.parametrize(
+    "given",
+    (
+        {"rope__scaling__factor": 0.0},
+        {"rope__scaling__factor": 1.0},
+        {"rope__scaling__factor": 4.0, "rope__scaling__type": "none"},
+    ),
+)
+def test_a_factor_of_rope_that_scales_nothing(given, peer, plain, tmp_path):
+    check_logits(rewrite(plain, tmp_path / "a.gguf", with_values(**given)), peer)
 
 
 # Tensors ------------------------------------------------------------------------------------------
