@@ -27,6 +27,8 @@ OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit suc
     "can't start new thread",
 )
 SENTENCES = 3  # of PyTorch's error about memory
+# Control characters of ASCII and Latin-1, but for tabs and newlines.
+ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -143,6 +145,14 @@ def escaped(text: str) -> str:
     Names of files and tensors come from others: an escape sequence in one would drive the terminal.
     """
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def for_stream(text: str, stream: TextIO | None) -> str:
+    """Return a model's text as a stream gets it: on a terminal control characters are escaped.
+
+    A model repeats what a document says, and an escape sequence can write the clipboard.
+    """
+    return text.translate(ESCAPES) if stream is not None and stream.isatty() else text
 
 
 def describe_os_error(error: OSError, place: str = "stdout") -> str:
