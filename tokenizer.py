@@ -110,7 +110,7 @@ class Tokenizer:
             )
         for template in self.templates.values():
             try:
-                assert template.program
+                _ = template.program
             except Exception as error:  # the template is a program of the checkpoint's author
                 fix = "download it again"
                 raise ValueError(

@@ -901,6 +901,17 @@ def test_a_decoder_of_another_kind_is_refused_by_name(llama_dir, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_damaged_template_is_found_with_pythonoptimize(qwen_dir, tmp_path):
+    """It removes assertions."""
+    copy(qwen_dir, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}")
+    code = f"from tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r}).check(1 << 20)"
+    found = subprocess.run(
+        [sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "ValueError: the chat template is damaged" in found.stderr
+
+
 FUSE = decoders.Fuse()
 DECODERS = {
     "none": None,
