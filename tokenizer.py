@@ -39,7 +39,7 @@ HARMONY = "<|start|>", "<|channel|>", "<|message|>"
 HARMONY_ENDS = "<|return|>", "<|call|>"
 LAST_ID = 2**31 - 1  # that the libraries take
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized"
-SPACE = "\u2581"  # in the tokens of sentencepiece
+SPACE = "\u2581"  # sentencepiece writes it for a space
 SPACES = {"Replace", "Metaspace", "Strip"}  # decoders that change characters
 
 
@@ -371,7 +371,7 @@ def is_known_decoder(step: dict, before: list[str]) -> bool:
         return step["pattern"] == {"String": SPACE} and step["content"] == " "
     if kind == "Metaspace":
         return step["replacement"] == SPACE
-    if kind == "Strip":  # of the whole text
+    if kind == "Strip":  # after Fuse it sees the whole text
         is_first = step["start"] == 0 or (step["start"] == 1 and "Fuse" in before)
         return step["content"] == " " and step["stop"] == 0 and is_first
     return kind in ("ByteLevel", "ByteFallback", "Fuse")
