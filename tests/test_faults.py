@@ -1,5 +1,6 @@
 """Faults: any file operation may fail or be the last, and no option or file gives a traceback."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -475,6 +476,30 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
         user_cache()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "moe-fast"
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_whose_exception_is_lost_ends_the_command(monkeypatch, number):
+    """Destructors lose it, and callbacks from C, as PyTorch's compiler has them."""
+    monkeypatch.setattr(cli.command, "RAISED_AGAIN", 0.05)
+    kept = signal.getsignal(signal.SIGALRM)
+
+    class Loses:
+        def __del__(self):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
+
+    @cli.command.command()
+    def main() -> int:
+        for _ in range(2):
+            Loses()
+        time.sleep(10)
+        return 0
+
+    begin = time.monotonic()
+    assert main() == 128 + number and time.monotonic() - begin < 5
+    assert signal.getsignal(signal.SIGALRM) == kept
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
