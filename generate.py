@@ -369,6 +369,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     prompts = []
     if not options.interactive:
         prompts = process_group.share(lambda: encode_prompts(options, tokenizer))
+    tokenizer.check_ids((id for ids in prompts for id in ids), args.vocab_size)
     longest = max(map(len, prompts), default=0)
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]

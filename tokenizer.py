@@ -102,12 +102,7 @@ class Tokenizer:
 
         vocab_size: rows of the embedding.
         """
-        ids = (*self.stop_ids, *self._prefix, *self.encode("def f(x):\n    return 1"))
-        if max(ids) >= vocab_size:
-            raise ValueError(
-                f"the tokenizer has the id {max(ids)}, beyond the model's {vocab_size} tokens; "
-                "it belongs to another model: download both again"
-            )
+        self.check_ids((*self._prefix, *self.encode("def f(x):\n    return 1")), vocab_size)
         for template in self.templates.values():
             try:
                 _ = template.program
@@ -116,6 +111,19 @@ class Tokenizer:
                 raise ValueError(
                     f"the chat template is damaged ({one_line(error)}); {fix}"
                 ) from None
+
+    def check_ids(self, ids: Iterable[int], vocab_size: int) -> None:
+        """Raise ValueError if one of these ids, or of `stop_ids`, is beyond the model's.
+
+        vocab_size: rows of the embedding.
+        """
+        largest = max((*self.stop_ids, *ids), default=0)
+        if largest >= vocab_size:
+            what = "eos_token_id or the tokenizer"
+            raise ValueError(
+                f"{what} has the id {largest}, beyond the model's {vocab_size} tokens; "
+                "it belongs to another model: download both again"
+            )
 
     def encode(self, text: str, bos: bool = True, *, special: bool = False) -> list[int]:
         """Return the ids of a text.

@@ -173,6 +173,7 @@ def run(options: argparse.Namespace) -> dict:
     if not 0 < len(ids) <= MAX_TOKENS:
         raise ValueError(f"the prompt is {len(ids)} tokens: give from 1 to {MAX_TOKENS}")
     model = load_model(checkpoint, options.device)
+    tokenizer.check_ids(ids, model.args.vocab_size)
     numbers = [n for n in range(model.args.n_layer) if n not in model.args.dense_layers]
     if not numbers:
         raise ValueError("no layer of this model has experts: give another model")

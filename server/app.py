@@ -402,6 +402,7 @@ def serve_session(
     speculation: as in `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
+    tokenizer.check_ids((), session.model.args.vocab_size)
     name = model_folder(directory)
     if listener:
         scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 
@@ -23,9 +24,11 @@ import cli.command
 import convert_hf_checkpoint
 import generate
 import quantize
+import serve
 from checkpoint import Checkpoint
 from host.folders import model_folder, user_cache
 from host.staging import recover
+from scripts import plot_experts, study_offload
 from tokenizer import load_tokenizer
 
 fork = multiprocessing.get_context("fork")
@@ -453,6 +456,33 @@ def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
     refusal(capsys, generate, "--checkpoint_path", tmp_path / "model", "--max_new_tokens", "1")
     refusal(capsys, quantize, "--checkpoint_path", tmp_path / "model", "--mode", "int8")
     assert names(tmp_path) == ["model"]
+
+
+def test_an_end_token_beyond_the_model_is_refused(converted, tmp_path, capsys):
+    """The answer would never end, and `min_tokens` was status 500."""
+    model = shutil.copytree(converted, tmp_path / "model_bf16")
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
+    for module, options in ((generate, ("--prompt", "a")), (serve, ("--port", "0"))):
+        assert run(module, "--checkpoint_path", model, "--device", "cpu", *options) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: eos_token_id or the tokenizer has the id 99999, beyond")
+
+
+def test_a_tokenizer_of_another_model_is_refused(converted, tmp_path, capsys):
+    model = shutil.copytree(converted, tmp_path / "model_bf16")
+    (model / "tokenizer.model").unlink()
+    vocabulary = {letter: 5000 for letter in "abdefghijklmnopqrstuvwxyz"} | {"c": 5099}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(model / "tokenizer.json"))
+    given = "--checkpoint_path", model, "--device", "cpu"
+    for module, options in (
+        (generate, ("--prompt", "abc")),
+        (plot_experts, ("--prompt", "abc", "--output", tmp_path / "a.svg")),
+        (study_offload, ("--tokens", "9", "--output_dir", tmp_path / "study")),
+    ):
+        assert run(module, *given, *options) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: eos_token_id or the tokenizer has the id 5099, beyond")
+    assert names(tmp_path) == ["model_bf16"]
 
 
 @pytest.mark.parametrize(
