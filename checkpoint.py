@@ -484,8 +484,9 @@ class Writer:
             self.index["config_crc32"] = file_crc32(self.directory / "config.json")
             self.write_json("index.json", self.index | {"side_files": sorted(self._side_files)})
             self._check_target()  # again: hours may have passed
-            self._staged.commit()
+            self._staged.commit(replace=self.force)
         except (OSError, SafetensorError) as failure:
+            self._check_target()  # another process may have made it in the last moment
             fix = "free some space or name another place"
             raise ValueError(f"cannot write {self.target} ({failure}); {fix}") from None
         finally:

@@ -23,9 +23,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from cli.chat import Chat, greeting, model_name, read_requests
-from cli.command import check_stdout, command, suppress_ctrl_c
+from cli.command import check_stdout, command, for_stream, suppress_ctrl_c
 from cli.generate_options import (
     DEFAULT_NEW_TOKENS,
     DEFAULT_PROMPT,
@@ -371,6 +372,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     prompts = []
     if not options.interactive:
         prompts = process_group.share(lambda: encode_prompts(options, tokenizer))
+    tokenizer.check_ids((id for ids in prompts for id in ids), args.vocab_size)
     longest = max(map(len, prompts), default=0)
     length = plan_lengths(longest, options, args.max_position)
     prompts = [ids for ids in prompts for _ in range(options.num_samples)]
@@ -530,6 +532,11 @@ def compile_session(session: Session | Speculation, ids: list[int], sampling: Sa
         log.info(f"compiled in {in_seconds(time.perf_counter() - start)}")
 
 
+def print_text(text: str, end: str, stream: TextIO) -> None:
+    """Print a prompt or an answer."""
+    print(for_stream(text, stream), end=end, file=stream, flush=True)
+
+
 def generate_batch(
     session: Session | Speculation,
     tokenizer: Tokenizer,
@@ -548,7 +555,7 @@ def generate_batch(
 
     def echo(ids: list[int]) -> None:  # on a terminal the answer continues the prompt's line
         end = "" if sys.stdout.isatty() else "\n"
-        print(tokenizer.decode(ids), end=end, file=sys.stderr, flush=True)
+        print_text(tokenizer.decode(ids), end, sys.stderr)
 
     def record(number: int, token: int, begin: int) -> None:
         text = tokenizer.token_bytes(token).decode(errors="replace")
@@ -569,7 +576,7 @@ def generate_batch(
         stop=options.stop,
         ignore_eos=options.ignore_eos,
         reply=options.system is not None,
-        on_text=lambda number, text: print(text, end="", flush=True) if streaming else None,
+        on_text=lambda number, text: print_text(text, "", sys.stdout) if streaming else None,
         on_token=record if recorder else lambda number, token, begin: None,
     )
     seconds = time.perf_counter() - start
@@ -578,7 +585,7 @@ def generate_batch(
             print(flush=True)
         elif not options.json:
             echo(ids)
-            print(result["text"], flush=True)
+            print_text(result["text"], "\n", sys.stdout)
         print(format_statistics(result), file=sys.stderr)
     if main and len(results) > 1:
         new = sum(result["new_tokens"] for result in results)

@@ -39,7 +39,8 @@ HARMONY = "<|start|>", "<|channel|>", "<|message|>"
 HARMONY_ENDS = "<|return|>", "<|call|>"
 LAST_ID = 2**31 - 1  # that the libraries take
 ADDED_TOKEN_FLAGS = "single_word", "lstrip", "rstrip", "normalized"
-KNOWN_DECODERS = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+SPACE = "\u2581"  # sentencepiece writes it for a space
+SPACES = {"Replace", "Metaspace", "Strip"}  # decoders that change characters
 
 
 class Tokenizer:
@@ -101,20 +102,28 @@ class Tokenizer:
 
         vocab_size: rows of the embedding.
         """
-        ids = (*self.stop_ids, *self._prefix, *self.encode("def f(x):\n    return 1"))
-        if max(ids) >= vocab_size:
-            raise ValueError(
-                f"the tokenizer has the id {max(ids)}, beyond the model's {vocab_size} tokens; "
-                "it belongs to another model: download both again"
-            )
+        self.check_ids((*self._prefix, *self.encode("def f(x):\n    return 1")), vocab_size)
         for template in self.templates.values():
             try:
-                assert template.program
+                _ = template.program
             except Exception as error:  # the template is a program of the checkpoint's author
                 fix = "download it again"
                 raise ValueError(
                     f"the chat template is damaged ({one_line(error)}); {fix}"
                 ) from None
+
+    def check_ids(self, ids: Iterable[int], vocab_size: int) -> None:
+        """Raise ValueError if one of these ids, or of `stop_ids`, is beyond the model's.
+
+        vocab_size: rows of the embedding.
+        """
+        largest = max((*self.stop_ids, *ids), default=0)
+        if largest >= vocab_size:
+            what = "eos_token_id or the tokenizer"
+            raise ValueError(
+                f"{what} has the id {largest}, beyond the model's {vocab_size} tokens; "
+                "it belongs to another model: download both again"
+            )
 
     def encode(self, text: str, bos: bool = True, *, special: bool = False) -> list[int]:
         """Return the ids of a text.
@@ -311,12 +320,14 @@ class JsonVocabulary:
         decoder = self.library.decoder
         settings = json.loads(decoder.__getstate__()) if decoder else {"decoders": []}
         steps = settings.get("decoders", [settings])
-        kinds = {step["type"] for step in steps}
-        if kinds - KNOWN_DECODERS:
-            names = " + ".join(sorted(kinds))
-            raise ValueError(f"its decoder {names} is not of the byte-level or the Llama type")
+        kinds = [step["type"] for step in steps]
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
+        self._has_spaces = bool({"Replace", "Metaspace"} & set(kinds))
+        are_known = [is_known_decoder(step, kinds[:n]) for n, step in enumerate(steps)]
+        if not all(are_known) or (self._byte_level and SPACES & set(kinds)):
+            names = " + ".join(kinds)
+            raise ValueError(f"its decoder {names} is not of the byte-level or the Llama type")
         self._separator = "" if steps else " "  # tokens are words if there is no decoder
         self.strip = not steps or any(
             step.get("start", 0) > 0 or step.get("prepend_scheme", "never") != "never"
@@ -351,12 +362,27 @@ class JsonVocabulary:
         token = self.library.id_to_token(id)
         if token is None or id in self._control_ids:
             return b""
+        if self._byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            return bytes.fromhex(token[3:5])
         if self._byte_level:  # added tokens are plain text, with characters outside the alphabet
             in_alphabet = all(c in BYTE_OF_CHARACTER for c in token)
             return bytes(map(BYTE_OF_CHARACTER.get, token)) if in_alphabet else token.encode()
-        if self._byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
-            return bytes.fromhex(token[3:5])
-        return (self._separator + token.replace("▁", " ")).encode()
+        if self._has_spaces:
+            token = token.replace(SPACE, " ")
+        return (self._separator + token).encode()
+
+
+def is_known_decoder(step: dict, before: list[str]) -> bool:
+    """Whether `JsonVocabulary.token_bytes` does what a decoder does. before: types before it."""
+    kind = step["type"]
+    if kind == "Replace":
+        return step["pattern"] == {"String": SPACE} and step["content"] == " "
+    if kind == "Metaspace":
+        return step["replacement"] == SPACE
+    if kind == "Strip":  # after Fuse it sees the whole text
+        is_first = step["start"] == 0 or (step["start"] == 1 and "Fuse" in before)
+        return step["content"] == " " and step["stop"] == 0 and is_first
+    return kind in ("ByteLevel", "ByteFallback", "Fuse")
 
 
 class SentencePieceVocabulary:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cli.command import printable
+from cli.command import for_stream, printable
 from cli.report import in_tokens
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
@@ -72,10 +72,10 @@ class AnswerPrinter:
             begin = "\n" if self.text or len(self.calls) > 1 else ""
             self.show(f"{begin}call {printable(piece.name)} ", end="", flush=True)
         self.calls[-1]["function"]["arguments"] += piece.arguments
-        self.show(piece.arguments, end="", flush=True)
+        self.show(for_stream(piece.arguments, sys.stdout), end="", flush=True)
 
     def add_text(self, piece: str) -> None:
         if piece:
             self.fold()
         self.text += piece
-        self.show(piece, end="", flush=True)
+        self.show(for_stream(piece, sys.stdout), end="", flush=True)

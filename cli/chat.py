@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cli.answer_printer import AnswerPrinter
 from cli.clipboard import copy_text
-from cli.command import printable
+from cli.command import for_stream, printable
 from cli.conversation import Conversation, load_messages, load_tools, named_file, save_messages
 from cli.report import counted, format_statistics, format_turn
 from cli.terminal import ctrl_c_flag, edit_text, read_messages
@@ -174,7 +174,8 @@ class Chat:
         self.say(format_statistics(self.last) if self.last else "there is no answer yet")
 
     def do_reasoning(self, _: str) -> None:
-        self.show(self.reasoning.strip() or "the last answer has no reasoning", flush=True)
+        text = self.reasoning.strip() or "the last answer has no reasoning"
+        self.show(for_stream(text, sys.stdout), flush=True)
 
     def do_copy(self, _: str) -> None:
         answer = self.conversation.last("assistant")

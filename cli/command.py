@@ -19,6 +19,7 @@ from host import quick_imports
 
 USER_ERROR = 2  # exit code
 MAX_MESSAGE = 500  # characters
+RAISED_AGAIN = 5.0  # seconds between two exceptions for one signal
 OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit such as ulimit -v
     "can't allocate memory",
     "cannot allocate memory",
@@ -27,6 +28,8 @@ OUT_OF_MEMORY = (  # in messages of PyTorch, safetensors and Python; a limit suc
     "can't start new thread",
 )
 SENTENCES = 3  # of PyTorch's error about memory
+# Control characters of ASCII and Latin-1, but for tabs and newlines.
+ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
 FIXES = {  # by errno
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -145,6 +148,14 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def for_stream(text: str, stream: TextIO | None) -> str:
+    """Return a model's text as a stream gets it: on a terminal control characters are escaped.
+
+    A model repeats what a document says, and an escape sequence can write the clipboard.
+    """
+    return text.translate(ESCAPES) if stream is not None and stream.isatty() else text
+
+
 def describe_os_error(error: OSError, place: str = "stdout") -> str:
     """Return cause and fix. place: of errors without a file's name, as in writes to stdout."""
     if error.errno is None:
@@ -213,11 +224,19 @@ def describe_out_of_memory(error: BaseException) -> str:
 def termination_raises() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP raise Terminated; nohup's ignored SIGHUP stays ignored.
 
+    They raise it again every RAISED_AGAIN seconds: an exception within a destructor, or a callback
+    from C such as those of PyTorch's compiler, is lost.
+
     SIGINT raises KeyboardInterrupt again, if `end_at_ctrl_c` had it end the process; after this it
     ends it once more, so that a second Ctrl-C prints no traceback of what Python does at its end.
     """
 
+    alarm: list = []  # the handler of SIGALRM before
+
     def terminate(number, frame):
+        before = signal.signal(signal.SIGALRM, lambda *_: terminate(number, None))
+        alarm[:] = alarm or [before or signal.SIG_DFL]
+        signal.setitimer(signal.ITIMER_REAL, RAISED_AGAIN)
         raise Terminated(number)
 
     numbers = [
@@ -237,6 +256,9 @@ def termination_raises() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+        if alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm[0])
         if ends_early:
             end_at_ctrl_c()
 

@@ -9,14 +9,29 @@ from pathlib import Path
 
 from host.files import read_regular
 
+MAX_STDIN = 1 << 26  # characters; a million tokens have four million
+
+
+def read_stdin() -> str:
+    """Return all of standard input. Raises ValueError for more than MAX_STDIN: it may never end."""
+    stream = sys.stdin or io.StringIO()  # a process may have no stdin
+    text = stream.read(MAX_STDIN + 1)
+    check_size(len(text))
+    return text
+
+
+def check_size(count: int) -> None:
+    """Raise ValueError for more than MAX_STDIN characters of a prompt or a message."""
+    if count > MAX_STDIN:
+        raise ValueError(f"stdin has over {MAX_STDIN >> 20} million characters: give it less text")
+
 
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
     """Return the texts, "-" replaced by standard input without a BOM, then the prompts of a file.
 
-    Raises ValueError for an empty prompt, and as `read_prompts_file`.
+    Raises ValueError for an empty prompt, and as `read_stdin` and `read_prompts_file`.
     """
-    stdin = sys.stdin or io.StringIO()  # a process may have no stdin
-    prompts = [stdin.read().removeprefix("\ufeff") if text == "-" else text for text in texts]
+    prompts = [read_stdin().removeprefix("\ufeff") if text == "-" else text for text in texts]
     if "" in prompts:
         fix = "give --prompt some text, or pipe some in with --prompt -"
         raise ValueError(f"the prompt is empty: {fix}")

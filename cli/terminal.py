@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cli.command import Terminated
+from cli.prompts import MAX_STDIN, check_size
 from host.folders import user_state
 
 try:
@@ -21,6 +22,7 @@ except ImportError:  # some builds of Python lack it: lines cannot be edited the
     readline = None  # type: ignore[assignment]
 
 MAX_HISTORY = 1000  # lines
+LINE_BYTES = 64  # of memory that an empty line takes
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
 
@@ -103,12 +105,13 @@ def edit_in(editor: str, text: str) -> str:
 def read_message(read: Callable[[str], str | None]) -> str | None:
     """Return one message, of several lines if the user says so; None at the end of the input.
 
-    read: returns a line for a prompt, without its newline, or None.
+    read: returns a line for a prompt, without its newline, or None. Raises ValueError for a message
+    of more than MAX_STDIN characters: standard input may never end.
     """
     line = read(PROMPT)
     if line is None:
         return None
-    lines = [line]
+    lines, read = [line], limited(read)
     if line.startswith(BLOCK):
         lines[0] = line.removeprefix(BLOCK)
         while not lines[-1].rstrip().endswith(BLOCK) and (line := read(CONTINUED)) is not None:
@@ -119,6 +122,20 @@ def read_message(read: Callable[[str], str | None]) -> str | None:
         if (line := read(CONTINUED)) is not None:
             lines.append(line)
     return "\n".join(lines)
+
+
+def limited(read: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Return a `read` of `read_message` that raises ValueError after MAX_STDIN characters."""
+    size = 0
+
+    def read_more(prompt: str) -> str | None:
+        nonlocal size
+        line = read(prompt)
+        size += len(line or "") + LINE_BYTES
+        check_size(size)
+        return line
+
+    return read_more
 
 
 class LineReader:
@@ -159,7 +176,8 @@ class LineReader:
         if not self.edits:
             # stdout has the answers alone.
             print(prompt, end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline() if sys.stdin else ""
+            line = sys.stdin.readline(MAX_STDIN + 1) if sys.stdin else ""
+            check_size(len(line))
             # Windows' programs begin with a BOM, and end lines with a carriage return, too.
             text = line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff")
             return text if line else None

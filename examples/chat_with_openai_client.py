@@ -51,6 +51,8 @@ def main() -> None:
             text = answer(client, messages)
         except openai.APIConnectionError:
             sys.exit(f"error: no server at {url}: start one with `python serve.py`")
+        except openai.APIError as error:  # a wrong key, a full context
+            sys.exit(f"error: {error}")
         # The server's cache holds the conversation so far, so sending it again costs no prefill.
         messages.append({"role": "assistant", "content": text})
 

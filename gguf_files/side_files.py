@@ -1,6 +1,7 @@
 """A GGUF file's tokenizer as files in the user's cache, where commands and server read them."""
 
 import json
+import os
 import re
 import zlib
 from pathlib import Path
@@ -28,8 +29,13 @@ class SideFiles:
         part = self.file.parts[0]
         stamp = zlib.crc32(repr((VERSION, str(part.path.absolute()), part.stamp)).encode())
         target = user_cache() / "gguf" / f"{self.name()}-{stamp:08x}" / f"model_{label}"
-        if (target / DONE).is_file():
-            return target
+        if not (target / DONE).is_file():
+            self.make(target, label)
+        return target
+
+    def make(self, target: Path, label: str) -> None:
+        """Write the files, unless another process is first. Raises as `directory`."""
+        part = self.file.parts[0]
         try:
             files = tokenizer_files(self.file.values, self.vocab_size)
         except ValueError as error:
@@ -41,13 +47,15 @@ class SideFiles:
                 source = {"published": label, "file": str(part.path)}
                 for name, data in (files | {DONE: json.dumps(source).encode()}).items():
                     (staged.path / name).write_bytes(data)
-                staged.commit()
+                is_damaged = os.path.lexists(target) and not (target / DONE).is_file()
+                staged.commit(replace=is_damaged)
             finally:
                 staged.close()
         except OSError as error:
+            if (target / DONE).is_file():
+                return
             why = f"cannot write to {user_cache()} ({error.strerror})"
             raise ValueError(f"{why}: set XDG_CACHE_HOME to a folder that can be written") from None
-        return target
 
     def name(self) -> str:
         """Return a name of the model that a folder can have."""

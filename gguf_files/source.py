@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import is_finite
 from formats import FORMATS
 from formats.base import Parts
 from formats.quantizer import MTP, NEVER_PACKED
@@ -150,8 +149,9 @@ class StoredWeight:
             parts = form.pack(unpack(blocks.cpu(), type).to(blocks.device), form.group)
         else:
             parts = form.from_blocks(as_blocks_of(format, blocks, type))
-        if not all(is_finite(part) for part in parts.values() if part.is_floating_point()):
-            raise ValueError(f"{self.views.path} holds NaN or infinity; fetch it again")
+        for part in parts.values():
+            if part.is_floating_point():
+                self.views.check_finite(part)
         return parts
 
     def plain(self, of: Range) -> Tensor:
@@ -278,7 +278,8 @@ class GGUFCheckpoint:
             return tensor[index or ()].contiguous().to(device)
         weight, of, leaf = self.parts[name]
         if of.format is None:
-            return weight.plain(of)[index or ()].contiguous().to(device)
+            rows = weight.plain(of)[index or ()].contiguous()
+            return self.views.check_finite(rows).to(device)
         experts = index[0] if index and len(weight.shape) == 3 else None
         if experts is not None and len(range(*experts.indices(weight.shape[0]))) > 1:
             experts = None

@@ -7,11 +7,13 @@ they are stored, for weights that stay packed.
 """
 
 import importlib.util
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from checkpoint import is_finite
 from formats import FORMATS
 from gguf_files.container import PLAIN_TYPES, GGUFFile
 from gguf_files.conversions import ROUNDED, as_blocks_of, format_for
@@ -129,10 +131,25 @@ class Views:
             stem = name.removesuffix(".weight")
             scale = f"{stem}.scale"
             if info.type == "NVFP4" and scale in self.file.tensors and scale not in self.used:
-                self.scales[self.numbers[name]] = self.file.read(scale).float().flatten()
+                self.scales[self.numbers[name]] = self.read_scale(scale, info.shape)
                 self.used |= {scale}
             if info.type == "NVFP4":
                 self.used |= {f"{stem}.input_scale"} & self.file.tensors.keys()
+
+    def read_scale(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the scales of a weight of this shape, fp32 [1] or [experts]. Raises ValueError."""
+        info = self.file.tensors[name]
+        counts = {1, shape[0]} if len(shape) == 3 else {1}
+        if info.type not in PLAIN_TYPES or math.prod(info.shape) not in counts:
+            what = f"{name} is {list(info.shape)} in {info.type}, no scale of {list(shape)}"
+            raise ValueError(f"{self.path}: {what}; fetch it again")
+        return self.check_finite(self.file.read(name).float().flatten())
+
+    def check_finite(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the file. Raises ValueError for NaN and infinity."""
+        if not is_finite(numbers):
+            raise ValueError(f"{self.path} holds NaN or infinity; fetch it again")
+        return numbers
 
     def scale_of(self, tensors: Tensor, rows: Tensor) -> Tensor | None:
         """Return the factor of each of these rows [N, 1]; None: they have none."""
@@ -172,8 +189,9 @@ class Views:
         return tensors[order], rows[order]
 
     def type_of(self, tensor: int) -> str:
-        """Return the type of a tensor of the file."""
-        return self.file.tensors[self.names[tensor]].type
+        """Return the type that `rows_of_tensor` has a tensor of the file in."""
+        info = self.file.tensors[self.names[tensor]]
+        return "F32" if len(info.shape) == 1 and info.type not in PLAIN_TYPES else info.type
 
     def gather(self, tensors: Tensor, rows: Tensor) -> Tensor:
         """Return these rows [N] of these tensors [N], all of one type: uint8 [N, bytes of a row].
@@ -200,10 +218,17 @@ class Views:
         return out
 
     def rows_of_tensor(self, number: int) -> Tensor:
-        """Return a tensor of the file as rows, uint8 [R, bytes of a row]; see `rows_in`."""
+        """Return a tensor of the file as rows, uint8 [R, bytes of a row]; see `rows_in`.
+
+        A packed tensor of one axis is dequantized: a block has several of its rows.
+        """
         name = self.names[number]
         blocks, info = self.file.blocks(name), self.file.tensors[name]
-        return blocks.view(info.shape[0], -1) if blocks.dim() == 1 else blocks.flatten(0, -2)
+        if blocks.dim() > 1:
+            return blocks.flatten(0, -2)
+        if info.type not in PLAIN_TYPES:
+            blocks = unpack(blocks, info.type).float().view(torch.uint8)
+        return blocks.view(info.shape[0], -1)
 
     def read(self, name: str) -> Tensor:
         """Return a published tensor as numbers, dequantized to fp32 unless it is plain."""

@@ -50,11 +50,12 @@ class StagedDirectory:
     def _sibling(self, suffix: str) -> Path:
         return self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}.{suffix}"
 
-    def commit(self) -> None:
+    def commit(self, replace: bool = True) -> None:
         """Rename the directory to the target.
 
         A process killed in here leaves what `recover` completes. An exception before the last
-        rename leaves the old target in place.
+        rename leaves the old target in place. Without `replace` a target that is there raises
+        OSError, unless it is an empty directory: another process has made it, and may read it.
         """
         backup = self._sibling("old")
         record = json.dumps({"target": self.target.name, "backup": backup.name})
@@ -62,7 +63,7 @@ class StagedDirectory:
         os.fsync(self._handle)
         flush_to_disk(self.path)
         try:
-            if os.path.lexists(self.target):
+            if replace and os.path.lexists(self.target):
                 self.target.rename(backup)
             self.path.rename(self.target)
         except BaseException:

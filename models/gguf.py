@@ -207,12 +207,21 @@ def dense_config(values: Values) -> dict:
 
 
 def rope_parameters(values: Values) -> dict:
-    """Return RoPE's parameters, its scaling included."""
-    kind, theta = values.get("rope.scaling.type", "none"), values.get("rope.freq_base")
+    """Return RoPE's parameters, its scaling included. Raises ValueError for one that none has.
+
+    As in llama.cpp a factor without a type is linear, and files of 2023 have it under another name.
+    """
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
+    kind = values.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
+    if (scale := values.get("rope.scaling.attn_factor", 1)) != 1:
+        raise ValueError(
+            f"its rope.scaling.attn_factor = {scale!r:.40} is not supported, only 1 is"
+        )
     found: dict = {"rope_type": "default" if kind == "none" else kind}
     if kind != "none":
-        given = {key: values.get(theirs) for key, theirs in YARN_KEYS.items()}
+        given = {key: values.get(theirs) for key, theirs in YARN_KEYS.items()} | {"factor": factor}
         found |= {key: value for key, value in given.items() if value is not None}
+    theta = values.get("rope.freq_base")
     return found | ({} if theta is None else {"rope_theta": theta})
 
 

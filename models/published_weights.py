@@ -126,6 +126,9 @@ def find_weight(
     """
     matrix = Matrix(tensors, name, rows, width)
     if matrix.dtype("qweight") is not None:
+        if not published.layout:
+            what = "is of GPTQ or AWQ, which store zeros in ways of which config.json says nothing"
+            raise matrix.refusal("qweight", what, "fetch config.json again")
         read = read_awq if published.layout == "awq" else read_gptq
         return read(matrix, published)
     packed, plain = matrix.dtype("weight_packed"), matrix.dtype("weight")

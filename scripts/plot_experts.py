@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.pictures import new_figure, save_figure
 from cli.command import command
+from cli.prompts import read_stdin
 from cli.script_options import check_picture
 from cli.script_options import experts_parser as build_parser
 from cli.startup import check_arguments
@@ -168,10 +169,11 @@ def run(options: argparse.Namespace) -> dict:
     check_picture(options)
     checkpoint = open_checkpoint(options.checkpoint_path)
     tokenizer = load_tokenizer(checkpoint.directory)
-    ids = tokenizer.encode(sys.stdin.read() if options.prompt == "-" else options.prompt)
+    ids = tokenizer.encode(read_stdin() if options.prompt == "-" else options.prompt)
     if not 0 < len(ids) <= MAX_TOKENS:
         raise ValueError(f"the prompt is {len(ids)} tokens: give from 1 to {MAX_TOKENS}")
     model = load_model(checkpoint, options.device)
+    tokenizer.check_ids(ids, model.args.vocab_size)
     numbers = [n for n in range(model.args.n_layer) if n not in model.args.dense_layers]
     if not numbers:
         raise ValueError("no layer of this model has experts: give another model")

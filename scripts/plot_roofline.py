@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.pictures import ACCENT, GREY, INK, new_figure, picture_command
 from cli.parser import Parser
+from cli.prompts import read_stdin
 from cli.script_options import add_output
 
 TEXTS = "arch", "mode", "gpu"
@@ -80,7 +81,7 @@ def check_result(result: object, where: str) -> dict:
 def read_results(name: str) -> list[dict]:
     """Return the results in a file, or stdin for `-`. Raises ValueError if it cannot be read."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+        text = read_stdin() if name == "-" else Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text"
         raise ValueError(f"{name}: {why}: give a file that benchmark.py --json made") from None

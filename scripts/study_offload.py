@@ -34,9 +34,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.pictures import ACCENT, GREY, INK, new_figure, save_figure
+from checkpoint import Checkpoint
 from eval import read_text
 from generate import EMBEDDED, load_model, open_checkpoint
 from model import Chunk, MoE, Runner, Transformer
+from models import args_of_checkpoint
 from offload.cache import ExpertCache
 from offload.profile import Profile
 from parallel.device import pick_device
@@ -252,10 +254,12 @@ def draw_experts(found: dict, chosen: Tensor, weights: Tensor, slots: int, path:
 # Command ------------------------------------------------------------------------------------------
 
 
-def read_ids(options: argparse.Namespace, directory: Path) -> list[int]:
-    """Return the tokens to read. Raises ValueError if there are fewer than two."""
+def read_ids(options: argparse.Namespace, checkpoint: Checkpoint) -> list[int]:
+    """Return the tokens to read. Raises ValueError for fewer than two, and for another model's."""
     text = read_text(options.text_file or EMBEDDED / "heldout.txt")
-    ids = load_tokenizer(directory).encode(text)[: options.tokens]
+    tokenizer = load_tokenizer(checkpoint.directory)
+    ids = tokenizer.encode(text)[: options.tokens]
+    tokenizer.check_ids(ids, args_of_checkpoint(checkpoint).vocab_size)
     if len(ids) < 2:
         raise ValueError(f"--text_file {options.text_file}: it holds no text to read")
     return ids
@@ -266,7 +270,7 @@ def run(options: argparse.Namespace) -> dict:
     check_study(options)
     checkpoint = open_checkpoint(options.checkpoint_path)
     device = pick_device(options.device)
-    ids = read_ids(options, checkpoint.directory)
+    ids = read_ids(options, checkpoint)
     model = load_model(checkpoint, device)
     if len(ids) > model.args.max_position:
         limit = f"the model was made for {model.args.max_position} positions at most"

@@ -345,8 +345,12 @@ class Endpoints:
         return self.json_response(error.body(), error.status, error.headers)
 
     async def handle_http_error(self, request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path:.80}: {error.detail}"
         headers = dict(error.headers or {})  # 405 has the methods that a route allows
+        message = f"{request.method} {request.url.path:.80}: {error.detail}"
+        if error.status_code == 404:
+            message += "; the API's routes are those of /v1, such as /v1/chat/completions"
+        elif error.status_code == 405:
+            message += f"; send {headers['Allow']}"
         failure = APIError(message, error.status_code, headers=headers)
         return await self.handle_api_error(request, failure)
 
@@ -387,6 +391,7 @@ def serve_session(
     speculation: as in `Decoder`.
     """
     tokenizer, scheduler = load_tokenizer(directory), None
+    tokenizer.check_ids((), session.model.args.vocab_size)
     name = model_folder(directory)
     if listener:
         scheduler = Scheduler(options.max_queue, options.time_limit, options.max_batch, name)

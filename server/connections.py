@@ -1,13 +1,17 @@
 """uvicorn's server, with limits on the time that a client may take to send and to read."""
 
 import asyncio
+import json
 import socket
 import sys
 
 import anyio
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.errors import APIError
 
 HEADER_TIMEOUT = 10.0  # seconds from a connection's, or a request's, first byte
 READ_TIMEOUT = 60.0  # seconds in which a client must read something of what is waiting for it
@@ -57,6 +61,19 @@ class TimedProtocol(H11Protocol):
         super().data_received(data)
         if self.in_request():
             self.stop_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in JSON as all else."""
+        body = json.dumps(APIError(msg).body()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.stop_timer()

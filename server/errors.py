@@ -53,8 +53,9 @@ FIELD_MESSAGES = {
     "prompt": "there is no prompt: give one string, or a list of token ids (whole numbers)",
     "tools": 'tools must be a list such as [{"type": "function", "function": {"name": ..., '
     '"description": ..., "parameters": {...}}}], with names of letters, digits and _.:/-',
-    "tool_choice": 'tool_choice must be "none", "auto", "required", or '
-    '{"type": "function", "function": {"name": ...}}',
+    "tool_choice": 'tool_choice must be "none", "auto", "required", '
+    '{"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": ...}]}}',
     "logit_bias": "logit_bias must be an object of token ids and numbers from -100 to 100",
     "chat_template_kwargs": "chat_template_kwargs must be an object of names and values",
     "input": "input must be a string, or a list of messages, function calls and their outputs",

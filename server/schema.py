@@ -12,7 +12,13 @@ from server.calls import CallSettings
 from server.errors import FIELD_MESSAGES, APIError, error_field, error_message, whole_to_int
 from server.fill_in import fill_in_prompt
 from server.forced_calls import forced_call
-from server.structured import OtherServersFields, StrictModel, StructuredFields, Unsupported
+from server.structured import (
+    OtherServersFields,
+    StrictModel,
+    StructuredFields,
+    Unsupported,
+    refuse_unless,
+)
 from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
 from tool_calls.formats import find_format
@@ -110,6 +116,16 @@ class NamedChoice(StrictModel):
     function: NamedFunction
 
 
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedChoice], FAIL_FAST]
+
+
+class AllowedChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class FunctionCall(StrictModel):
     name: str
     arguments: str | dict[str, Any] = ""
@@ -167,6 +183,7 @@ class Message(StrictModel):
     reasoning: ReasoningText = ""  # the same, under the name that some clients send
     tool_call_id: str = ""
     name: str = ""
+    function_call: Unsupported = None  # before tool_calls
 
     @property
     def thoughts(self) -> str:
@@ -211,6 +228,7 @@ class GenerationBody(StructuredFields, OtherServersFields):
     prompt_name: ClassVar[str]  # the field that has the prompt
 
     functions: Unsupported = None
+    function_call: Annotated[Any, refuse_unless(("none", "auto").__contains__)] = "auto"
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
@@ -329,13 +347,26 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], FAIL_FAST] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
     continue_final_message: bool | None = None  # vLLM's name
     add_generation_prompt: bool = True  # False: continue the assistant's last message, too
+
+    @model_validator(mode="after")
+    def leave_out_tools(self) -> "ChatCompletionBody":
+        """Leave out the tools that `allowed_tools` does not name; `tool_choice` is its mode."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self
+        choice, names = self.tool_choice.allowed_tools, {tool.function.name for tool in self.tools}
+        allowed = {tool.function.name for tool in choice.tools}
+        if unknown := sorted(allowed - names):
+            raise ValueError(f"tool_choice names {unknown[0]!r:.80}, which is no tool")
+        self.tools = [tool for tool in self.tools if tool.function.name in allowed]
+        self.tool_choice = choice.mode
+        return self
 
     @model_validator(mode="after")
     def check_continuation(self) -> "ChatCompletionBody":
@@ -484,7 +515,12 @@ def encode_prompt(
         raise ValueError(FIELD_MESSAGES["prompt"])
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, special=special)
-    if min(prompt) < 0 or max(prompt) >= tokenizer.vocab_size:
-        last = tokenizer.vocab_size - 1
+    return check_ids(prompt, tokenizer)
+
+
+def check_ids(ids: list[int], tokenizer: Tokenizer | TokenizerPool) -> list[int]:
+    """Return ids. Raises ValueError if one is no token."""
+    last = tokenizer.vocab_size - 1
+    if ids and not 0 <= min(ids) <= max(ids) <= last:
         raise ValueError(f"token ids must be whole numbers from 0 to {last}")
-    return prompt
+    return ids

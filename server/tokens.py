@@ -2,19 +2,21 @@
 
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from server.errors import APIError, error_field, error_message
 from server.plan import parse_body, prompt_errors
 from server.responses import Item
-from server.schema import FAIL_FAST, ChatCompletionBody
+from server.schema import FAIL_FAST, ChatCompletionBody, check_ids, vocabulary_of
 from server.structured import StrictModel
 from server.tokenizing import TokenizerPool
 from tokenizer import Tokenizer
 
 
 class TokenizeBody(StrictModel):
-    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+    """The body of POST /tokenize: a prompt, or a chat with all of its fields."""
+
+    model_config = ConfigDict(extra="allow")
 
     prompt: str | None = None
     messages: list[Item] | None = None
@@ -24,12 +26,12 @@ class TokenizeBody(StrictModel):
 
     def encode(self, tokenizer: Tokenizer | TokenizerPool) -> list[int]:
         """Return the token ids. Raises ValueError."""
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("give a prompt, or the messages of a chat")
         if self.messages is not None:
             fields = {"messages": self.messages, "tools": self.tools}
-            chat = ChatCompletionBody.model_validate(fields)
+            chat = ChatCompletionBody.model_validate((self.model_extra or {}) | fields)
             return chat.encode(tokenizer)[0][0]
-        if self.prompt is None:
-            raise ValueError("give a prompt, or the messages of a chat")
         return tokenizer.encode(self.prompt, self.add_special_tokens, special=self.parse_special)
 
 
@@ -53,5 +55,8 @@ def tokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
 
 def detokenize(body: bytes, tokenizer: TokenizerPool, max_seq_len: int) -> dict:
     """Return the answer to POST /detokenize. Raises APIError."""
-    fields = parse_body(DetokenizeBody, body)
-    return {"prompt": tokenizer.vocabulary.decode(fields.tokens)}
+    tokens, vocabulary = parse_body(DetokenizeBody, body).tokens, vocabulary_of(tokenizer)
+    try:
+        return {"prompt": vocabulary.decode(check_ids(tokens, vocabulary))}
+    except ValueError as error:
+        raise APIError(str(error), param="tokens") from None

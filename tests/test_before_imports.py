@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.command import command
-from host import before_imports, compile_helper
+from host import before_imports, compile_helper, free_memory
 from hub.manage import read_model_ahead
 
 ROOT = Path(__file__).parents[1]
@@ -290,3 +290,13 @@ def test_a_system_without_torchs_libraries_loads_none(tmp_path, monkeypatch):
         monkeypatch.setattr(before_imports.PathFinder, "find_spec", lambda name, found=found: found)
         before_imports.load_libraries()
     before_imports.load_each({str(tmp_path / "none.so"): os.RTLD_NOW})
+
+
+def test_a_system_without_proc_has_all_of_its_memory(monkeypatch):
+    def without_proc(path, *arguments):
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return open(path, *arguments)
+
+    monkeypatch.setattr(free_memory, "open", without_proc, raising=False)
+    assert before_imports.free_host_memory() > 1 << 27

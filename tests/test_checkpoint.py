@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import checkpoint
 from benchmarks.load_checkpoint import Peak
 from checkpoint import DTYPES, Checkpoint, SafetensorsFile, Writer
+from host.staging import StagedDirectory
 
 ARGS = {"dim": 64, "dense_layers": [0, 2], "rope_theta": 1e6}
 FORMAT = {"name": "int4", "group": 128}
@@ -246,6 +247,23 @@ def test_an_existing_target_is_refused_without_force(tmp_path):
     with pytest.raises(ValueError, match="--force"):
         write(tmp_path / "out")
     assert contents(tmp_path) == before
+
+
+def test_a_target_of_another_process_is_not_replaced_in_the_last_moment(tmp_path, monkeypatch):
+    """It appears between the check and the rename."""
+    commit = StagedDirectory.commit
+
+    def late(staged, **options):
+        monkeypatch.setattr(StagedDirectory, "commit", commit)
+        write(tmp_path / "out")
+        (tmp_path / "out" / "first").write_text("")
+        commit(staged, **options)
+
+    monkeypatch.setattr(StagedDirectory, "commit", late)
+    with pytest.raises(ValueError, match="out exists; give --force to replace it"):
+        write(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "first").is_file()
 
 
 def test_a_file_is_written_once(tmp_path):

@@ -1,6 +1,7 @@
 """Options of completions and chats: their lengths, echo, fill-in-the-middle, 16 stop texts."""
 
 import json
+import socket
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from server.min_tokens import MinTokens
 from server.plan import Limits, read_request
 from server.response_store import ItemStore
 from server.responses import read_responses_request
+from server.tokens import detokenize, tokenize
 
 pytestmark = pytest.mark.usefixtures("few_threads")
 LENGTH = 64
@@ -166,3 +168,117 @@ def test_embeddings_are_refused_clearly(server):
     with pytest.raises(openai.BadRequestError, match="has no embeddings"):
         server.client.embeddings.create(model="any", input="x")
     assert httpx.get(f"{server.url}/v1/embeddings").status_code == 405
+
+
+# Fields of a chat ---------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": PROMPT}]
+CALL = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+
+
+def read_chat(tokenizer, **fields):
+    body = json.dumps({"messages": CHAT, **fields}).encode()
+    return read_request(body, True, tokenizer, Limits(2048, tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize(
+    "fields", ({"messages": [*CHAT, CALL]}, {"function_call": {"name": "f"}}, {"function_call": 1})
+)
+def test_calls_of_functions_are_refused(tokenizer, fields):
+    """They would be left out of the conversation, or never be made."""
+    with pytest.raises(APIError, match="function_call is not supported"):
+        read_chat(tokenizer, **fields)
+
+
+@pytest.mark.parametrize("choice", ("auto", "none", None))
+def test_a_choice_of_functions_that_changes_nothing_is_accepted(tokenizer, choice):
+    assert read_chat(tokenizer, function_call=choice).generations
+
+
+def function(name: str, **more) -> dict:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def choose(mode: str, *names: str) -> dict:
+    tools = [function(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ("auto", "required"))
+def test_allowed_tools_of_a_chat_leave_out_the_others(tokenizer, mode):
+    tools = [function(name, parameters={"type": "object"}) for name in ("f", "g", "h")]
+    found = read_chat(tokenizer, tools=tools, tool_choice=choose(mode, "h", "f"))
+    want = read_chat(tokenizer, tools=[tools[0], tools[2]], tool_choice=mode)
+    assert found.generations[0].prompt_ids == want.generations[0].prompt_ids
+    assert found.calls.schemas.keys() == {"f", "h"} and found.calls.is_forced == (mode != "auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (choose("auto", "x"), "tool_choice names 'x', which is no tool"),
+        (choose("any", "f"), "tool_choice must be"),
+        (choose("required"), 'tool_choice "required" needs tools'),
+        ({"type": "allowed_tools"}, "tool_choice must be"),
+    ],
+)
+def test_wrong_allowed_tools_are_one_line(tokenizer, choice, message):
+    with pytest.raises(APIError, match=message):
+        read_chat(tokenizer, tools=[function("f")], tool_choice=choice)
+
+
+# Other routes -------------------------------------------------------------------------------------
+
+
+def counted(tokenizer, **fields) -> int:
+    return tokenize(json.dumps(fields).encode(), tokenizer, 2048)["count"]
+
+
+def test_tokenize_reads_all_fields_of_a_chat(tmp_path):
+    """The count is that of the prompt of a chat with these fields."""
+    source = "{{ messages[0].content }}{{ '!' * n }}{% if add_generation_prompt %}>>{% endif %}"
+    tokenizer = make_tokenizer(tmp_path, template=source)
+    few, many = ({"n": n} for n in (1, 5))
+    assert counted(tokenizer, messages=CHAT, chat_template_kwargs=few) == len(PROMPT) + 3
+    assert counted(tokenizer, messages=CHAT, chat_template_kwargs=many) == len(PROMPT) + 7
+    more = {"add_generation_prompt": False, "temperature": 1}
+    assert counted(tokenizer, messages=CHAT, chat_template_kwargs=few, **more) == len(PROMPT) + 1
+    for fields in ({}, {"messages": CHAT, "prompt": PROMPT}):
+        with pytest.raises(APIError, match="give a prompt, or the messages of a chat"):
+            counted(tokenizer, **fields)
+
+
+@pytest.mark.parametrize("id", (-1, 1 << 20, 10**30))
+def test_detokenize_refuses_ids_that_are_no_tokens(tokenizer, id):
+    with pytest.raises(APIError, match="token ids must be whole numbers from 0 to"):
+        detokenize(json.dumps({"tokens": [5, id]}).encode(), tokenizer, 2048)
+    assert detokenize(b'{"tokens": []}', tokenizer, 2048) == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "fix"),
+    [
+        ("POST", "/chat/completions", 404, "routes are those of /v1, such as /v1/chat/completions"),
+        ("POST", "/v1/chat/completions/chat/completions", 404, "routes are those of /v1"),
+        ("GET", "/v1/chat/completions", 405, "send POST"),
+        ("DELETE", "/v1/models", 405, "send "),
+    ],
+)
+def test_a_wrong_route_is_told_the_right_one(server, method, path, status, fix):
+    found = httpx.request(method, server.url + path)
+    error = found.json()["error"]
+    assert found.status_code == status and error["type"] == "invalid_request_error"
+    assert fix in error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "data", (b"\x16\x03\x01\x02\0", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
+)
+def test_what_is_no_http_gets_an_error_in_json(server, data):
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), 10) as connection:
+        connection.sendall(data)
+        found = b"".join(iter(lambda: connection.recv(4096), b""))
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"

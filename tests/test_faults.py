@@ -1,5 +1,6 @@
 """Faults: any file operation may fail or be the last, and no option or file gives a traceback."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 from conftest import FAMILIES
 from safetensors.torch import load_file, save_file
 
@@ -22,9 +24,11 @@ import cli.command
 import convert_hf_checkpoint
 import generate
 import quantize
+import serve
 from checkpoint import Checkpoint
 from host.folders import model_folder, user_cache
 from host.staging import recover
+from scripts import plot_experts, study_offload
 from tokenizer import load_tokenizer
 
 fork = multiprocessing.get_context("fork")
@@ -454,6 +458,33 @@ def test_args_beyond_any_model(converted, tmp_path, capsys, key, value):
     assert names(tmp_path) == ["model"]
 
 
+def test_an_end_token_beyond_the_model_is_refused(converted, tmp_path, capsys):
+    """The answer would never end, and `min_tokens` was status 500."""
+    model = shutil.copytree(converted, tmp_path / "model_bf16")
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
+    for module, options in ((generate, ("--prompt", "a")), (serve, ("--port", "0"))):
+        assert run(module, "--checkpoint_path", model, "--device", "cpu", *options) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: eos_token_id or the tokenizer has the id 99999, beyond")
+
+
+def test_a_tokenizer_of_another_model_is_refused(converted, tmp_path, capsys):
+    model = shutil.copytree(converted, tmp_path / "model_bf16")
+    (model / "tokenizer.model").unlink()
+    vocabulary = {letter: 5000 for letter in "abdefghijklmnopqrstuvwxyz"} | {"c": 5099}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(model / "tokenizer.json"))
+    given = "--checkpoint_path", model, "--device", "cpu"
+    for module, options in (
+        (generate, ("--prompt", "abc")),
+        (plot_experts, ("--prompt", "abc", "--output", tmp_path / "a.svg")),
+        (study_offload, ("--tokens", "9", "--output_dir", tmp_path / "study")),
+    ):
+        assert run(module, *given, *options) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: eos_token_id or the tokenizer has the id 5099, beyond")
+    assert names(tmp_path) == ["model_bf16"]
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     (("/models/OWNER/NAME/model_int4", "NAME"), ("/model", "model"), ("x", Path.cwd().name)),
@@ -475,6 +506,30 @@ def test_a_user_without_a_home(tmp_path, monkeypatch):
         user_cache()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "moe-fast"
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_whose_exception_is_lost_ends_the_command(monkeypatch, number):
+    """Destructors lose it, and callbacks from C, as PyTorch's compiler has them."""
+    monkeypatch.setattr(cli.command, "RAISED_AGAIN", 0.05)
+    kept = signal.getsignal(signal.SIGALRM)
+
+    class Loses:
+        def __del__(self):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
+
+    @cli.command.command()
+    def main() -> int:
+        for _ in range(2):
+            Loses()
+        time.sleep(10)
+        return 0
+
+    begin = time.monotonic()
+    assert main() == 128 + number and time.monotonic() - begin < 5
+    assert signal.getsignal(signal.SIGALRM) == kept
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))

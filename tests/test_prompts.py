@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli import prompts, terminal
 from cli.prompts import read_prompts, read_prompts_file
 
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"  # str.splitlines() cuts at these
@@ -20,6 +21,34 @@ def test_standard_input_is_a_prompt_without_a_byte_order_mark(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff"))
     with pytest.raises(ValueError, match="the prompt is empty"):
         read_prompts(["-"], None)
+
+
+class Endless(io.StringIO):
+    """Standard input that repeats a line for ever, as `yes` does."""
+
+    def __init__(self, line: str):
+        super().__init__()
+        self.line = line
+
+    def read(self, size=-1):
+        assert size > 0, "it would never end"
+        return "x" * size
+
+    def readline(self, size=-1):
+        assert size > 0, "it would never end"
+        return self.line or "x" * size
+
+
+def test_standard_input_without_an_end_is_one_line(monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_STDIN", 1000)
+    monkeypatch.setattr(terminal, "MAX_STDIN", 1000)
+    monkeypatch.setattr(sys, "stdin", Endless(""))
+    with pytest.raises(ValueError, match="stdin has over 0 million characters: give it less text"):
+        read_prompts(["-"], None)
+    for line in ("", "\\\n", '"""x\n'):
+        monkeypatch.setattr(sys, "stdin", Endless(line))
+        with pytest.raises(ValueError, match="give it less text"):
+            next(terminal.read_messages())
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)

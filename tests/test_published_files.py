@@ -367,6 +367,18 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(directory_of, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ("GPTQ", "AWQ"))
+@pytest.mark.parametrize("other", ("ModelOpt NVFP4", "compressed zeros", "transformers FP8"))
+def test_zeros_of_which_the_config_says_nothing_are_refused(directory_of, tmp_path, name, other):
+    """They are stored as they are, or less 1; symmetric or not."""
+    damage(directory_of(name), tmp_path, lambda tensors: None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = LAYOUTS[other][1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="qweight is of GPTQ or AWQ, which store zeros in ways"):
+        convert(tmp_path, progress=False)
+
+
 DAMAGES = {
     "gone": lambda t: None,
     "empty": lambda t: t.reshape(-1)[:0],

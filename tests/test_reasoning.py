@@ -1,6 +1,7 @@
 """Reasoning blocks: split off by markers, in the library, the terminal and the server."""
 
 import json
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from cli.answer_printer import AnswerPrinter
-from generate import chat, generate
+from generate import chat, generate, print_text
 from runtime import reasoning
 from runtime.reasoning import ANSWER, HARMONY, REASONING, make_splitter
 from runtime.sampling import Sampling
@@ -372,6 +373,19 @@ def test_a_call_ends_a_thought_that_was_not_closed(tmp_path):
 
 
 # Terminal -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", (False, True))
+def test_no_answer_drives_a_terminal(monkeypatch, capsys, terminal):
+    """A document that the model repeats could write the clipboard. Elsewhere a text stays exact."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    text = "a\x1b]52;c;eA==\x07\t\u0645\u200c\r\n\x9b2J\x7f\x00"
+    want = "a\\x1b]52;c;eA==\\x07\t\u0645\u200c\\r\n\\x9b2J\\x7f\\x00" if terminal else text
+    printer = AnswerPrinter(print)
+    printer.answer(text)
+    print_text(text, "|", sys.stdout)
+    assert capsys.readouterr().out == f"{want}{want}|"
+    assert printer.text == text
 
 
 @pytest.mark.parametrize("terminal", (False, True))

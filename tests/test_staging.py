@@ -47,6 +47,21 @@ def test_it_replaces_what_is_there(tmp_path):
     assert names(tmp_path) == ["out"] and (tmp_path / "out/file").read_text() == "new"
 
 
+def test_what_another_process_has_made_stays(tmp_path):
+    """Both began before it was there. A reader of the first one keeps its files."""
+    target = tmp_path / "out"
+    first, second = StagedDirectory(target), StagedDirectory(target)
+    for staged, text in ((first, "first"), (second, "second")):
+        (staged.path / "file").write_text(text)
+    first.commit(replace=False)
+    with open(target / "file") as reader, pytest.raises(OSError):
+        second.commit(replace=False)
+        assert os.fstat(reader.fileno()).st_nlink
+    first.close()
+    second.close()
+    assert names(tmp_path) == ["out"] and (target / "file").read_text() == "first"
+
+
 def test_close_without_commit_removes_it(tmp_path):
     staged = StagedDirectory(tmp_path / "out")
     (staged.path / "deep/er").mkdir(parents=True)

@@ -901,6 +901,58 @@ def test_a_decoder_of_another_kind_is_refused_by_name(llama_dir, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_damaged_template_is_found_with_pythonoptimize(qwen_dir, tmp_path):
+    """It removes assertions."""
+    copy(qwen_dir, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}")
+    code = f"from tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r}).check(1 << 20)"
+    found = subprocess.run(
+        [sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "ValueError: the chat template is damaged" in found.stderr
+
+
+FUSE = decoders.Fuse()
+DECODERS = {
+    "none": None,
+    "Fuse": FUSE,
+    "Metaspace": decoders.Metaspace(),
+    "Metaspace, never": decoders.Metaspace(prepend_scheme="never"),
+    "another Metaspace": decoders.Metaspace(replacement="_"),
+    "another Replace": decoders.Sequence([decoders.Replace("_", " "), FUSE]),
+    "two Replace": decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("a", "A")]),
+    "another Strip": decoders.Sequence([FUSE, decoders.Strip("a", 1, 0)]),
+    "a Strip of 2": decoders.Sequence([FUSE, decoders.Strip(" ", 2, 0)]),
+    "a Strip of each token": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]
+    ),
+    "Replace before ByteLevel": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteLevel()]
+    ),
+    "ByteFallback before ByteLevel": decoders.Sequence(
+        [decoders.ByteFallback(), decoders.ByteLevel()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_any_decoder_is_the_librarys_or_is_refused(name, tmp_path):
+    tokens = ["▁", "_", "a", "▁a", "_b", "<0x41>", "c"]
+    library = Library(models.BPE(vocab={t: n for n, t in enumerate(tokens)}, merges=[]))
+    library.decoder = DECODERS[name]
+    library.save(str(tmp_path / "tokenizer.json"))
+    try:
+        ours = load_tokenizer(tmp_path)
+    except ValueError as error:
+        assert "is not of the byte-level or the Llama type" in str(error)
+        assert name.startswith(("another", "two", "a Strip", "Replace"))
+        return
+    draw = random.Random(name)
+    for _ in range(200):
+        ids = draw.choices(range(len(tokens)), k=draw.randint(1, 6))
+        assert ours.decode(ids) == library.decode(ids)
+
+
 def test_a_file_that_would_make_the_library_abort(tmp_path):
     """It would end this process, too."""
     tokens = (*"\u0120a", "\u00e9", "\u0120\u00e9", "a\u00e9")
