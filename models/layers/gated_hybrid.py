@@ -139,12 +139,6 @@ class HybridFamily(ScaledRopeFamily):
         interval = c.integer("full_attention_interval")
         return {"full_layers": full_layers(c, KINDS, lambda n: (n + 1) % interval == 0)}
 
-    def to_hf(self, args: HybridArgs) -> dict:
-        config = super().to_hf(args)
-        config["layer_types"] = [KINDS[n in args.full_layers] for n in range(args.n_layer)]
-        config["rope_parameters"]["partial_rotary_factor"] = args.rotary_dim / args.head_dim
-        return config
-
     def attention_memory(self, args: HybridArgs, length: int) -> tuple[int, int]:
         """The delta rule of a prompt's chunk takes most, then a sequence's snapshots; both fp32."""
         sizes, tokens = args.delta_sizes, min(length, PROMPT_CHUNK)

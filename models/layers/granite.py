@@ -119,6 +119,3 @@ class GraniteFamily(ScaledRopeFamily):
 
     def arg_fields(self, c: HFConfig) -> dict:
         return super().arg_fields(c) | {"logit_scale": 1 / c.number("logits_scaling")}
-
-    def to_hf(self, args: GraniteMoeArgs) -> dict:
-        return super().to_hf(args) | {"logits_scaling": 1 / args.logit_scale}

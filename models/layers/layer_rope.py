@@ -14,7 +14,6 @@ from models.layers.scaled_rope import (
     ScaledRopeTransformer,
     scaled_rope_fields,
     scaled_rope_table,
-    scaled_rope_to_hf,
 )
 from models.layers.windows import KINDS, WindowedArgs, WindowedFamily
 from models.layers.yarn import RopeScaling, Yarn
@@ -135,13 +134,3 @@ class LayerRopeFamily(WindowedFamily):
     def arg_fields(self, c: HFConfig) -> dict:
         fields, rotated = super().arg_fields(c), rotary_dim(c)
         return fields | {"rotary_dim": rotated if rotated < c["head_dim"] else None}
-
-    def to_hf(self, args: LayerRopeArgs) -> dict:
-        sets = [
-            {"rope_type": "default", "rope_theta": rope.theta}
-            | scaled_rope_to_hf(rope)
-            | {"partial_rotary_factor": rope.rotary_dim / args.head_dim}
-            for rope in args.ropes
-        ]
-        both = dict(zip(KINDS, (sets[0], sets[-1]), strict=True))
-        return super().to_hf(args) | {"rope_parameters": both}

@@ -50,10 +50,5 @@ class PartialRopeFamily(ScaledRopeFamily):
         fields, rotated = super().arg_fields(c), rotary_dim(c)
         return fields | {"rotary_dim": rotated if rotated < c["head_dim"] else None}
 
-    def to_hf(self, args: PartialRopeArgs) -> dict:
-        config = super().to_hf(args)
-        config["rope_parameters"]["partial_rotary_factor"] = args.rotated / args.head_dim
-        return config
-
     def gguf_config(self, values: Values) -> dict:
         return super().gguf_config(values) | partial_rotary(values)

@@ -5,7 +5,7 @@ frequencies of long wavelengths alone (Grattafiori et al. 2024, section 3.4.2). 
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from models.layers.yarn import (
     read_records,
     read_yarn,
     yarn_frequencies,
-    yarn_to_hf,
 )
 from ops.plain.rope import rope_frequencies, rope_table
 
@@ -103,11 +102,6 @@ class ScaledRopeFamily(Family):
             fields["max_position"] = max(fields["max_position"], longest)
         return fields
 
-    def to_hf(self, args) -> dict:
-        config = super().to_hf(args)
-        config["rope_parameters"] |= scaled_rope_to_hf(args)
-        return config
-
 
 def scaled_rope_fields(c: HFConfig) -> dict:
     """Return the fields of ScaledRopeArgs that are not their defaults."""
@@ -127,16 +121,3 @@ def read_llama3(c: HFConfig) -> Llama3:
     if high <= low:
         c.refuse("high_freq_factor", f"more than low_freq_factor = {low} is needed")
     return Llama3(factor, c.integer("original_max_position_embeddings"), low, high)
-
-
-def scaled_rope_to_hf(args: ScaledRopeArgs) -> dict:
-    """Return config.json's rope parameters: the inverse of `scaled_rope_fields`."""
-    if args.yarn:
-        return yarn_to_hf(args.yarn)
-    if args.llama3:
-        factor, original, low, high = asdict(args.llama3).values()
-        values = dict(zip(LLAMA3_KEYS, (factor, low, high), strict=True))
-        return values | {"rope_type": "llama3", "original_max_position_embeddings": original}
-    if args.rope_factor != 1:
-        return {"rope_type": "linear", "factor": args.rope_factor}
-    return {}

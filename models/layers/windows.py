@@ -42,11 +42,3 @@ class WindowedFamily(ScaledRopeFamily):
         if windowed or c.get("sliding_window") is not None:  # one that no layer has is checked, too
             window = c.integer("sliding_window")
         return {"sliding_window": window if windowed else None, "full_layers": full}
-
-    def to_hf(self, args) -> dict:
-        config = super().to_hf(args)
-        del config["use_sliding_window"]
-        if args.sliding_window is None:
-            del config["sliding_window"]
-        full = [args.window_of(layer) is None for layer in range(args.n_layer)]
-        return config | {"layer_types": [KINDS[is_full] for is_full in full]}

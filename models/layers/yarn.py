@@ -1,7 +1,7 @@
 """YaRN: RoPE of a model that was trained for shorter sequences (Peng et al. 2023)."""
 
 import math
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import get_args
 
 import torch
@@ -94,17 +94,3 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 def yarn_attention_scale(head_dim: int, factor: float, mscale: float) -> float:
     """Return DeepSeek's scale of attention scores, to which mscale_all_dim adds YaRN's."""
     return head_dim**-0.5 * yarn_scale(factor, mscale) ** 2
-
-
-def yarn_mscale(attention_scale: float, head_dim: int, factor: float) -> float:
-    """Return mscale_all_dim, to 6 digits: the inverse of `yarn_attention_scale`."""
-    scale = (attention_scale * head_dim**0.5) ** 0.5
-    return round((scale - 1) / (0.1 * math.log(factor)), 6)
-
-
-def yarn_to_hf(yarn: Yarn) -> dict:
-    """Return config.json's rope parameters: the inverse of `read_yarn`."""
-    parameters = asdict(yarn) | {"rope_type": "yarn"}
-    parameters["original_max_position_embeddings"] = parameters.pop("original")
-    parameters["attention_factor"] = parameters.pop("attention")
-    return parameters
