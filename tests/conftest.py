@@ -629,7 +629,7 @@ THINNED = {
     "test_an_eager_answer_does_not_load_the_compiler": 2,
     "test_another_length_does_not_recompile": 2,
     "test_answers_have_the_models_distribution": 8,
-    "test_each_sequence_of_a_batch_is_as_if_alone": 4,
+    "test_each_sequence_of_a_batch_is_as_if_alone": 6,
     "test_greedy_tokens_are_those_of_plain_decoding": 12,
     "test_greedy_tokens_match_transformers": 9,
     "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
@@ -655,7 +655,6 @@ THINNED = {
     "test_drafts_are_those_of_transformers": 2,
     "test_a_head_is_quantized_as_its_model_is": 2,
     "test_steps_without_drafts_between_accepted_drafts": 4,
-    "test_prefill_equals_token_by_token": 2,
     "test_the_same_logits_whoever_multiplies": 4,
     "test_logits_and_text_of_a_file_of_mixed_types_match_transformers": 4,
     "test_the_best_that_fits_is_chosen": 4,
@@ -673,12 +672,12 @@ THINNED = {
     "test_shards_have_the_kernels_of_the_whole_model": 4,
     "test_logits_of_a_plain_file_match_transformers": 2,
     "test_what_a_quantized_checkpoint_holds": 3,
-    "test_short_prompts_of_every_family": 3,
+    "test_short_prompts_of_every_family": 5,
     "test_refused_drafts_in_the_cache_are_never_read": 2,
     "test_a_session_and_its_head_take_turns": 2,
     "test_the_controller_changes_no_greedy_text": 2,
     "test_lost_states_cost_nothing_but_drafts": 2,
-    "test_computing_logits_in_parts_does_not_change_scores": 4,
+    "test_computing_logits_in_parts_does_not_change_scores": 11,
     "test_a_plan_fits_and_is_not_much_too_small": 2,
     "test_families_with_scales_and_sigmoid_routing_keep_their_bits": 2,
 }
@@ -694,6 +693,7 @@ OF_EACH_KIND = {
     "test_a_prompt_captured_ahead_leaves_the_text_of_every_family",
     "test_a_prompt_in_chunks_and_single_tokens_equals_one_call",
     "test_a_prompt_in_chunks_equals_one_pass",
+    "test_prefill_equals_token_by_token",
     "test_prefill_in_two_parts_equals_one",
     "test_sequences_of_a_batch_keep_their_own_positions",
     "test_last_gives_the_logits_of_that_position_only",
@@ -703,7 +703,7 @@ OF_EACH_KIND = {
 
 
 def is_of_another_family(item: pytest.Item) -> bool:
-    """Whether a case of a test in OF_EACH_KIND is of a family whose kind has another one."""
+    """Return whether a test in OF_EACH_KIND is to run a family whose kind has another one."""
     families = {item.callspec.params.get(name) for name in ("family", "name")} & FAMILIES.keys()
     return bool(families - {*KINDS_OF_FAMILIES})
 

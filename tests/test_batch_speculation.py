@@ -491,7 +491,10 @@ def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
     return batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if k in ("int8", "latent") else ()) for k in KINDS],
+)
 def test_passes_are_captured_between_answers(kind, no_compiler, caplog):
     """An answer has as many drafts as are there; it never waits for a pass to be captured."""
     caplog.set_level("INFO", "moe_fast")

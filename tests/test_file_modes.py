@@ -34,7 +34,7 @@ from runtime.speculation import Speculation
 from tokenizer import load_tokenizer
 from tp import ModelShard
 
-GREEDY, COUNT = Sampling(temperature=0), 16
+GREEDY, COUNT = Sampling(temperature=0), 10
 TEXTS = (
     "def read_lines(path):\n    with open(path) as file:\n        return file.read",
     "import os\n\n\nclass Writer:\n    def __init__(self, path):\n        self.path",
@@ -125,9 +125,9 @@ def file_of(tmp_path_factory):
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_a_batch(case, file_of):
     file = file_of(case)
-    requests = [(ids, 8, GREEDY) for ids in file.prompts]
+    requests = [(ids, COUNT, GREEDY) for ids in file.prompts]
     batch = Batch(Session(file.load(), 128, SessionOptions(batch=4)), 3)
-    assert run_batch(batch, requests, [0, 3, 5]) == [answer[:8] for answer in file.answers]
+    assert run_batch(batch, requests, [0, 3, 5]) == file.answers
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

@@ -180,9 +180,9 @@ def test_a_prefix_is_reused_from_its_snapshot(made):
 
 def test_speculation_gives_the_same_tokens(made):
     ids = prompt(6)[0].tolist() * 4
-    plain = list(Session(load_model(made.directory, "cpu"), 256).stream(ids, 40, GREEDY))
+    plain = list(Session(load_model(made.directory, "cpu"), 256).stream(ids, 24, GREEDY))
     speculation = Speculation(Session(load_model(made.directory, "cpu"), 256), 5)
-    assert list(speculation.stream(ids, 40, GREEDY)) == plain
+    assert list(speculation.stream(ids, 24, GREEDY)) == plain
     assert speculation.drafted > speculation.accepted
 
 

@@ -1004,7 +1004,7 @@ def test_a_slow_body_gets_408(start, monkeypatch):
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def narrow(running, monkeypatch, answers: int = 8) -> socket.socket:
+def narrow(running, monkeypatch, answers: int = 8, tokens: int = LENGTH - 8) -> socket.socket:
     """Connect to a server that has little memory for what this client does not read."""
     made = connections.TimedProtocol.connection_made
 
@@ -1017,7 +1017,7 @@ def narrow(running, monkeypatch, answers: int = 8) -> socket.socket:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     client.settimeout(20)
     client.connect(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
-    body = {"prompt": "x", "max_tokens": LENGTH - 8, "stream": True, "n": answers, "logprobs": 5}
+    body = {"prompt": "x", "max_tokens": tokens, "stream": True, "n": answers, "logprobs": 5}
     body = json.dumps(body).encode()
     client.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -1045,7 +1045,7 @@ def test_a_client_that_never_reads_loses_its_place(start, monkeypatch):
 def test_a_client_that_reads_slowly_keeps_its_place(start, monkeypatch):
     """Each timeout it has read some bytes."""
     monkeypatch.setattr(connections, "READ_TIMEOUT", 0.5)
-    with narrow(start(), monkeypatch, answers=3) as client:
+    with narrow(start(), monkeypatch, answers=3, tokens=200) as client:
         found, end = b"", time.monotonic() + 2.5
         while time.monotonic() < end:
             found += client.recv(2000)
