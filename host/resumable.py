@@ -114,9 +114,12 @@ class ResumableDirectory:
         self._append(entry)
         self.files[entry["file"]] = entry
 
-    def commit(self) -> None:
-        """Rename the directory to the target, or let it replace the target; remove the rest."""
-        if os.path.lexists(self.target):
+    def commit(self, replace: bool = True) -> None:
+        """Rename the directory to the target, or let it replace the target; remove the rest.
+
+        replace: as of `StagedDirectory.commit`.
+        """
+        if replace and os.path.lexists(self.target):
             staged = StagedDirectory(self.target)
             try:
                 for path in self.path.iterdir():

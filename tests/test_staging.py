@@ -62,6 +62,19 @@ def test_what_another_process_has_made_stays(tmp_path):
     assert names(tmp_path) == ["out"] and (target / "file").read_text() == "first"
 
 
+def test_a_partial_directory_leaves_what_another_process_has_made(tmp_path):
+    target = tmp_path / "out"
+    staged = ResumableDirectory(target, {})
+    (staged.path / "file").write_text("second")
+    put(target, "first")
+    with pytest.raises(OSError):
+        staged.commit(replace=False)
+    assert (target / "file").read_text() == "first"
+    staged.commit()
+    staged.close()
+    assert names(tmp_path) == ["out"] and (target / "file").read_text() == "second"
+
+
 def test_close_without_commit_removes_it(tmp_path):
     staged = StagedDirectory(tmp_path / "out")
     (staged.path / "deep/er").mkdir(parents=True)
