@@ -93,7 +93,8 @@ class Tuning:
     def results(self, layers: Layers) -> dict[Place, Tensor]:
         """Run layers -> the first result of each product, whose x no later product has changed.
 
-        States are empty before: recurrent layers compute another result after each run.
+        States are empty before: recurrent layers compute another result after each run. Raises
+        RuntimeError for a result of another width: `replaced` does not know who chose its tilings.
         """
         found: dict[Place, Tensor] = {}
         for state in layers.model.states:
@@ -103,7 +104,9 @@ class Tuning:
             launch(kernel, grid, *args, **options)
             name = RESULTS.get(kernel.__name__)
             if name and self.last is not None and self.last not in found:
-                result = args[kernel.arg_names.index(name)]
+                result, out = args[kernel.arg_names.index(name)], self.last.out
+                if result.shape[-1] not in (out, out // 2):  # half: gate and up
+                    raise RuntimeError(f"{list(result.shape)} is no result of {self.last}")
                 found[self.last] = result.to(torch.float32, copy=True)
             self.last = None
 

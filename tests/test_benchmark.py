@@ -65,13 +65,15 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 class OneProduct:
     """Stands for layers with a dense product of 8 tokens; programs of 32 rows have it wrong."""
 
+    out = 2048
+
     def __init__(self):
         self.weight = plain_weight(torch.empty(2048, 2048, dtype=torch.bfloat16))
         self.model = SimpleNamespace(states=())
 
     def run(self, _=None) -> None:
         self.tiles = few_tokens.choose_few_tiles(self.weight, 8)
-        y = torch.ones(8, 4) * (2 if self.tiles.rows == 32 else 1)
+        y = torch.ones(8, self.out) * (2 if self.tiles.rows == 32 else 1)
         few_tokens.launch(few_tokens._down_few, (1,), None, None, None, None, y, None)
 
     def microseconds(self, warmups: int = 2) -> float:
@@ -100,6 +102,16 @@ def test_the_search_keeps_the_fastest_tiling_with_the_right_result(monkeypatch, 
     assert "WRONG" in capsys.readouterr().out
     layers.run()
     assert layers.tiles == today  # as before the search
+
+
+def test_the_search_takes_no_other_products_result(monkeypatch):
+    monkeypatch.setenv("MOE_FAST_GPU", "sm_90")
+    for module in (layer_tuning, few_tokens):
+        monkeypatch.setattr(module, "launch", lambda *_, **options: None)
+    layers, tuning = OneProduct(), layer_tuning.Tuning()
+    layers.out = 4096
+    with tuning.replaced(), pytest.raises(RuntimeError, match=r"\[8, 4096\] is no result of"):
+        tuning.results(layers)
 
 
 def test_the_search_tries_products_of_planes(monkeypatch):
