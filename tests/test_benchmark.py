@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from without_gpu import run_without_gpu
 
 import benchmark
 from benchmarks import decode_speed, layer_tuning, transformers_peer
@@ -127,6 +128,14 @@ def test_the_search_tries_products_of_planes(monkeypatch):
     tuning.chosen[place] = tried[1]
     with tuning.replaced():
         assert few_tokens.choose_plane_tiles(weight) == tried[1]
+
+
+@pytest.mark.slow
+def test_the_search_knows_who_chose_each_products_tilings():
+    cases = "Qwen3.6-35B-A3B:int4", "Qwen3-30B-A3B:nvfp4", "gpt-oss-20b:mxfp4"
+    found = run_without_gpu("tuning_without_gpu.py", *cases)
+    assert not [wrong for case in found.values() for wrong in case["wrong"]]
+    assert {"int4 1", "int4 2 of 4", "int4 planes of 4"} <= set(found[cases[0]]["groups"])
 
 
 def last_json(output: str) -> dict:
