@@ -26,7 +26,7 @@ from ops.products import dense, expert_tiles, experts, few_tokens, pipeline
 from ops.products.expert_tiles import choose_few
 from ops.products.few_tokens import FewTiles, choose_few_tiles, choose_plane_tiles
 from ops.products.fragments import TILE, UNROLLED
-from ops.products.planes import GROUP, MOST_TOKENS
+from ops.products.planes import GROUP, plane_place
 from ops.products.tilings import Place, Tiles, choose_tiles, place_of
 from ops.products.weights import Weight
 
@@ -66,8 +66,7 @@ class Tuning:
         return self.note(place, weight, choose_few_tiles(weight, tokens))
 
     def choose_planes(self, weight: Weight) -> FewTiles:
-        place = place_of(weight, "planes", MOST_TOKENS)
-        return self.note(place, weight, choose_plane_tiles(weight))
+        return self.note(plane_place(weight), weight, choose_plane_tiles(weight))
 
     def choose_of_experts(self, weight: Weight, gated: bool, tile: int, tokens: int) -> FewTiles:
         place = place_of(weight, f"tiles {1 + gated}", tokens)

@@ -230,12 +230,10 @@ def termination_raises() -> Iterator[None]:
     SIGINT raises KeyboardInterrupt again, if `end_at_ctrl_c` had it end the process; after this it
     ends it once more, so that a second Ctrl-C prints no traceback of what Python does at its end.
     """
-
-    alarm: list = []  # the handler of SIGALRM before
+    of_alarm = signal.getsignal(signal.SIGALRM)
 
     def terminate(number, frame):
-        before = signal.signal(signal.SIGALRM, lambda *_: terminate(number, None))
-        alarm[:] = alarm or [before or signal.SIG_DFL]
+        signal.signal(signal.SIGALRM, lambda *_: terminate(number, None))
         signal.setitimer(signal.ITIMER_REAL, RAISED_AGAIN)
         raise Terminated(number)
 
@@ -256,9 +254,9 @@ def termination_raises() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-        if alarm:
+        if numbers and signal.getsignal(signal.SIGALRM) is not of_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm[0])
+            signal.signal(signal.SIGALRM, of_alarm or signal.SIG_DFL)
         if ends_early:
             end_at_ctrl_c()
 

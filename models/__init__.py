@@ -68,14 +68,9 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": KimiLinear(),
 }
 
-# The config.json and the args of published models by name, for benchmark.py.
+# The config.json of published models by name, for benchmark.py.
 CONFIGS: dict[str, dict] = {
     name: {"model_type": family.name} | config
-    for family in FAMILIES.values()
-    for name, config in family.shapes.items()
-}
-ARCHITECTURES: dict[str, ModelArgs] = {
-    name: family.from_hf(config)
     for family in FAMILIES.values()
     for name, config in family.shapes.items()
 }
@@ -135,6 +130,10 @@ def head_args(args: ModelArgs) -> ModelArgs:
 def args_from_hf(config: dict) -> ModelArgs:
     """Return the args of a config.json. Raises ValueError naming what cannot be run."""
     return family_of_config(config).from_hf(config)
+
+
+# The args of published models by name.
+ARCHITECTURES: dict[str, ModelArgs] = {name: args_from_hf(CONFIGS[name]) for name in CONFIGS}
 
 
 def args_from_json(values: dict) -> ModelArgs:

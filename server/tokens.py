@@ -7,9 +7,9 @@ from pydantic import ConfigDict, Field, ValidationError
 from server.errors import APIError, error_field, error_message
 from server.plan import parse_body, prompt_errors
 from server.responses import Item
-from server.schema import FAIL_FAST, ChatCompletionBody, check_ids, vocabulary_of
+from server.schema import FAIL_FAST, ChatCompletionBody, check_ids
 from server.structured import StrictModel
-from server.tokenizing import TokenizerPool
+from server.tokenizing import TokenizerPool, vocabulary_of
 from tokenizer import Tokenizer
 
 

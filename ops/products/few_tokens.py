@@ -17,11 +17,11 @@ from ops.products.few_weights import load_row_scales, load_rows
 from ops.products.few_x import UnitOrder, load_fields
 from ops.products.fragments import TILE, FewSettings, multiply_steps
 from ops.products.planes import (
-    MOST_TOKENS,
     Planes,
     load_codes,
     load_planes,
     multiply_codes,
+    plane_place,
 )
 from ops.products.tilings import has_many_rows, measured_fields, place_of
 from ops.products.units import finish
@@ -264,8 +264,7 @@ def choose_few_tiles(weight: Weight, tokens: int = TILE) -> FewTiles:
 
 def choose_plane_tiles(weight: Weight) -> FewTiles:
     """Return how to divide a product of `Planes`: rows and warps of a program."""
-    measured = measured_fields(weight, place_of(weight, "planes", MOST_TOKENS))
-    return FewTiles(*(measured or (16, 4)))
+    return FewTiles(*(measured_fields(weight, plane_place(weight)) or (16, 4)))
 
 
 def choose_digit_tiles(weight: Weight, tokens: int) -> FewTiles:

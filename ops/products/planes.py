@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ops.launch import await_previous, jit, launch, tl, triton
 from ops.products.operands import split_four
-from ops.products.tilings import measured_fields, place_of
+from ops.products.tilings import Place, measured_fields, place_of
 from ops.products.weights import Weight
 
 NEWEST_TRITON = 3, 9
@@ -70,7 +70,12 @@ def takes_planes(weight: Weight, T: int, dtype: torch.dtype, stored: bool = Fals
     if not knows_lanes():
         return False
     known = weight.kind == "int8" or (weight.kind == "int4" and weight.group == GROUP)
-    return known and measured_fields(weight, place_of(weight, "planes", MOST_TOKENS)) is not None
+    return known and measured_fields(weight, plane_place(weight)) is not None
+
+
+def plane_place(weight: Weight) -> Place:
+    """Return where the table has the tiles of a product of planes: one place for all tokens."""
+    return place_of(weight, "planes", MOST_TOKENS)
 
 
 def empty_planes(like: Tensor, width: int, T: int) -> Planes:
