@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from ops.inductor import compiled
-from ops.plain.topk import argmax
-from runtime.draft_vocab import part_of_head, rows_of_ids, spread_logits
+from ops.step.token_draw import Drafts
+from runtime.draft_choice import VocabularyPart
+from runtime.draft_vocab import part_of_head, rows_of_ids
 from runtime.runner import CompiledRunner
-from runtime.sampling import (
-    NOT_FINITE,
-    Sampling,
-    StepState,
-    exponential,
-    rank_candidates,
-    sample,
-    step_to,
-)
+from runtime.sampling import Sampling, StepState, sample
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_rows import copy_all
@@ -33,7 +25,6 @@ LONG_MATCH = 5  # tokens of a match that is nearly always right
 NGRAMS = LONG_MATCH, 3, 2, 1  # lengths of the last tokens that are looked up, the longest first
 LONG, SHORT, MODEL = "long lookup", "short lookup", "draft model"  # sources of drafts
 MIN_PROBABILITY = 0.4  # a draft model stops before a draft with less
-DRAFT_STREAM = 1  # of random numbers; see `runtime.verification.ACCEPT_STREAM`
 
 
 class Drafter(Protocol):
@@ -59,20 +50,6 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget the text."""
-
-
-def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Tensor:
-    """Sample and step as a session does; return the probability of each token, fp32 [1, V].
-
-    If the logits are not finite, all are 0, so that verification draws from the model's own.
-    """
-    tokens, weights, finite = rank_candidates(logits, state.controls, state.seen, count)
-    probabilities = torch.where(finite, weights / weights.sum(dim=-1, keepdim=True), 0.0)
-    q = torch.zeros_like(logits).scatter(1, tokens, probabilities)
-    noise = exponential(state.seeds, state.position, tokens, DRAFT_STREAM)
-    chosen = tokens.gather(1, argmax(weights / noise))
-    step_to(state, torch.where(finite, chosen, NOT_FINITE))
-    return q
 
 
 class IndexedText:
@@ -185,18 +162,18 @@ class DraftModel(Session):
         super().__init__(model, target.max_seq_len, options)
         self.joins_greedy = False  # `choose_tokens` makes no distributions then
         self.target, self.least = target, least
-        is_part = model.head is not whole
-        self.vocab_rows = rows_of_ids(ids, V, self.device) if is_part else None
-        self.draw, self.spread = draw_with_probabilities, spread_logits
-        if target.compiled:
-            self.draw = compiled(self.draw, dynamic=False)
-            self.spread = compiled(self.spread, dynamic=False)
+        self.part, device = None, self.device
+        if model.head is not whole:
+            part = torch.tensor(ids, device=device)
+            self.part = VocabularyPart(part, rows_of_ids(ids, V, device))
         # One step more than drafts, so that the cache holds the last draft; its token is not used.
-        self.chosen = torch.zeros(1, count + 1, dtype=torch.int64, device=self.device)
-        self.probabilities = torch.zeros(count + 1, V, device=self.device)
-        self.drafts, self.q = self.chosen[:, :count], self.probabilities[:count]
-        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.certainty = torch.zeros(count + 1, device=self.device)  # the largest probabilities
+        self.written = Drafts(
+            token=torch.zeros(1, count + 1, dtype=torch.int64, device=device),
+            q=torch.zeros(count + 1, V, device=device),
+            certainty=torch.zeros(count + 1, device=device),
+            place=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        self.drafts, self.q = self.written.token[:, :count], self.written.q[:count]
         self.proposed: Callable[[], list[int]] = lambda: []  # waits for the drafts of the last pass
 
     def source(self) -> str | None:
@@ -205,20 +182,7 @@ class DraftModel(Session):
 
     def choose_tokens(self, state: StepState, logits: Tensor, candidates: int) -> None:
         """Choose as a session does; store the token as the next draft, with its probabilities."""
-        if self.vocab_rows is not None:
-            logits = self.spread(logits, self.vocab_rows)
-        if candidates:
-            q = self.draw(state, logits, candidates)
-            self.probabilities.index_copy_(0, self.place, q)
-        else:
-            super().choose_tokens(state, logits, 0)
-        if self.least:
-            q = q if candidates else logits.softmax(dim=-1)
-            # Not the draft's own probability: if drafts were dropped for which tokens they are, the
-            # others would be too frequent, and the text would have another distribution.
-            self.certainty.index_copy_(0, self.place, q.amax(dim=1))
-        self.chosen.index_copy_(1, self.place, state.token)
-        self.place.add_(1).remainder_(self.chosen.shape[1])
+        self.draft_step(state, logits, self.written, self.part, candidates, self.least > 0)
 
     def start_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         """Prefill the prompt."""
@@ -248,11 +212,11 @@ class DraftModel(Session):
             return 0
         known = self.drop_refused()
         copy_all(self.target.state, self.state)
-        self.place.zero_()
+        self.written.place.zero_()
         for n in range(limit + 1):
             self.cached[0] = known + n
             self.step()
-            if n < limit and self.least and self.certainty[n].item() < self.least:
+            if n < limit and self.least and self.written.certainty[n].item() < self.least:
                 limit = n
                 break
         self.cached[0] = known + 1  # the rest may be refused

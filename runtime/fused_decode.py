@@ -21,7 +21,8 @@ from ops.launch import KernelError, can_launch, compile_only, give_up
 from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.logit_edits import edit_logits
-from ops.step.token_draw import draw_tokens
+from ops.step.token_draw import Drafts, draw_tokens
+from runtime.draft_choice import DRAFT_STREAM, VocabularyPart, note_certainty
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
@@ -327,14 +328,16 @@ class FusedRunner(CompiledRunner):
             return self.compiled_end_tokens(model, normed, last)
         x = normed
         if last is not None and Q > 1:
-            x = x[torch.arange(B, device=x.device), last].unsqueeze(1)
+            rows = torch.arange(B, device=x.device)
+            x = x.index_select(1, last) if B == 1 else x[rows, last].unsqueeze(1)
         if head.norm is None:
             share_code(x)
             x = self.compiled_norm(model, x)
         return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)
 
-    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
-        compiled_edit, compiled_sample = super().token_steps(rule)
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable, Callable]:
+        compiled_edit, compiled_sample, compiled_draft = super().token_steps(rule)
+        compiled_note = self.compile(note_certainty)
 
         def edit_step(edits: EditState, state: StepState, logits: Tensor) -> Tensor:
             edit = partial(edit_logits, edits, state, logits)
@@ -348,7 +351,24 @@ class FusedRunner(CompiledRunner):
                 return compiled_sample(state, logits, count)
             draw()
 
-        return edit_step, sample_step
+        def draft_step(
+            state: StepState,
+            logits: Tensor,
+            drafts: Drafts,
+            part: VocabularyPart | None,
+            candidates: int,
+            certain: bool,
+        ) -> None:
+            ids, keeps = part.ids if part else None, candidates > 0
+            draw = partial(draw_tokens, logits, state, ids, drafts, keeps, DRAFT_STREAM)
+            if candidates > MAX_CANDIDATES or not self.runs(("draft", keeps), draw):
+                compiled_draft(state, logits, drafts, part, candidates, certain)
+                return
+            if certain and not candidates:
+                compiled_note(logits, drafts)
+            draw()
+
+        return edit_step, sample_step, draft_step
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         _, compiled = super().pass_steps()

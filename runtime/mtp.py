@@ -68,11 +68,12 @@ class MTPDrafter(DraftModel):
         like, D = target.model.embedding.weight, head.args.dim
         self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
-        self.own_hidden = like.new_zeros(1, 1, D)
+        self.own_hidden = like.new_zeros(1, 1, D)  # the head's, of its last query
         # Tokens of the pairs that a chain begins with, and how many are known.
         self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
         self.upload = Upload(self.pairs)
         self.offsets = torch.arange(self.width, device=self.device)
+        self.first = torch.zeros(1, dtype=torch.int64, device=self.device)  # query of a step
         self.chains: dict[tuple[int, int], Callable[[], None]] = {}
         self.filler = FillRunner(head)
         self.store = store_hidden
@@ -108,7 +109,7 @@ class MTPDrafter(DraftModel):
 
     def keep_own_hidden(self, hidden: Tensor, last: Tensor) -> None:
         """Keep the head's own [1, Q, D] of the query `last`."""
-        self.own_hidden.copy_(hidden.index_select(1, last))
+        self.own_hidden = hidden if hidden.shape[1] == 1 else hidden.index_select(1, last)
 
     def fill(self, start: int, count: int) -> None:
         """Take in `count` tokens of a prompt, which the target ran from position `start` on.
@@ -161,7 +162,7 @@ class MTPDrafter(DraftModel):
         chain = self.warm_up_chain(self.count)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
         if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
-            self.position.fill_(known)
+            self.position.fill_(known - 1)
             self.catch_up(ids, min(self.filled, known - 1), known)
             chain()
         elif known and (target.snapshots.slack or not target.snapshots.live[0]):
@@ -171,13 +172,13 @@ class MTPDrafter(DraftModel):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
         if drafts:
-            self.position.copy_(self.target.position)
+            torch.sub(self.target.position, 1, out=self.position)
             self.seen.copy_(self.target.seen)
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
         if not self.least:
             return drafts
-        chances = self.certainty[:drafts].tolist()  # one wait for the whole chain
+        chances = self.written.certainty[:drafts].tolist()  # one wait for the whole chain
         return next((n for n, chance in enumerate(chances) if chance < self.least), drafts)
 
     def warm_up_chain(self, drafts: int) -> Callable[[], None]:
@@ -189,18 +190,20 @@ class MTPDrafter(DraftModel):
         return self.chains[key]
 
     def run_chain(self, drafts: int, candidates: int) -> None:
-        """Run the pairs that were sent, then the head's own ones, and choose a draft after each."""
+        """Run the pairs that were sent, then the head's own ones, and choose a draft after each.
+
+        `position` is that of the last pair, one below that of its token.
+        """
         state, runner = self.state, self.runner
-        self.place.zero_()
+        self.written.place.zero_()
         tokens, count = self.pairs.split([self.width, 1], dim=1)
-        positions = state.position - count + self.offsets
+        positions = state.position + 1 - count + self.offsets
         self.model.hidden = self.ring.index_select(1, positions[0] % RING)
         logits = self.model(tokens, positions, count[0] - 1, runner=runner)
         self.choose_tokens(state, logits, candidates)
         for _ in range(drafts - 1):
             self.model.hidden = self.own_hidden
-            position = state.position - 1
-            logits = self.model(state.token, position, torch.zeros_like(state.last), runner=runner)
+            logits = self.model(state.token, state.position, self.first, runner=runner)
             self.choose_tokens(state, logits, candidates)
 
 

@@ -11,6 +11,7 @@ from ops.inductor import UNTUNED, any_size, compiled
 from ops.launch import KernelError, broken, can_launch, give_up
 from ops.plain.pending import MAX_TENTATIVE
 from ops.products.prompt import GROUPED
+from runtime.draft_choice import choose_draft
 from runtime.logit_edits import edit_logits
 from runtime.sampling import StepState, make_sample_step
 from runtime.verification import begin_pass, verify_pass
@@ -78,9 +79,10 @@ class EagerRunner(Runner):
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return without_broken_kernels(super().logits, model, normed, last)
 
-    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
-        """Return `edit_logits` and `make_sample_step(rule)` as this runner executes them."""
-        return edit_logits, make_sample_step(rule)
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable, Callable]:
+        """Return `edit_logits`, `make_sample_step(rule)` and `choose_draft` as this runner
+        executes them."""
+        return edit_logits, make_sample_step(rule), choose_draft
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         """Return `verification.begin_pass` and `verify_pass` as this runner executes them."""
@@ -125,9 +127,10 @@ class CompiledRunner(EagerRunner):
         form = compiled(function, dynamic=self.dynamic, **options)
         return partial(without_broken_kernels, form)
 
-    def token_steps(self, rule: Callable) -> tuple[Callable, Callable]:
+    def token_steps(self, rule: Callable) -> tuple[Callable, Callable, Callable]:
         edit = compiled(edit_logits, dynamic=False, options=UNTUNED)
-        return edit, compiled(make_sample_step(rule), dynamic=False)
+        choose = (compiled(step, dynamic=False) for step in (make_sample_step(rule), choose_draft))
+        return edit, *choose
 
     def pass_steps(self) -> tuple[Callable, Callable]:
         for_any = compiled(verify_pass)

@@ -101,7 +101,8 @@ class DecodeSteps(SessionRows):
         self.prefill_runner: EagerRunner = self.runner.prompt_runner()
         if options.compile_prefill:
             self.prefill_runner = runner_class(model, dynamic=True)
-        self.edit_step, self.sample_step = self.runner.token_steps(options.sample_rule)
+        steps = self.runner.token_steps(options.sample_rule)
+        self.edit_step, self.sample_step, self.draft_step = steps
         self.joins_greedy = self.runner.chooses_by_kernels and options.sample_rule is sample
 
     @property

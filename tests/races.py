@@ -52,7 +52,7 @@ def run_layers(case: str) -> None:
     model = load_model(RandomWeights(args, number_format(mode, args)), torch.device("cuda"))
     session = Session(model, 512, SessionOptions(runner_class=FusedRunner))
     runner = FusedRunner(model)
-    _, draw = runner.token_steps(sample)
+    _, draw, _ = runner.token_steps(sample)
     for count, start in ((1, 0), *((size, 1) for size in runner.prompt_chunks), (1, 100), (1, 500)):
         tokens = torch.ones(1, count, dtype=torch.int64, device="cuda")
         positions = torch.arange(start, start + count, device="cuda").unsqueeze(0)

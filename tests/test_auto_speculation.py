@@ -322,7 +322,7 @@ def test_drafting_stops_before_a_draft_below_the_threshold(sampling, make_family
     drafter = DraftModel(load_model(directory, "cpu"), target, LIMIT, least=1e-9)
     drafter.start_prompt(PROMPT, sampling)
     assert drafter.propose(LIMIT) == LIMIT
-    chances, drafts = drafter.certainty[:LIMIT].tolist(), drafter.drafts.tolist()
+    chances, drafts = drafter.written.certainty[:LIMIT].tolist(), drafter.drafts.tolist()
     assert all(0 < chance < 1 for chance in chances)
     for place, chance in enumerate(chances):
         least = chance * (1 + 1e-5)

@@ -303,7 +303,7 @@ def test_drafts_end_before_one_below_the_threshold(sampling, make_headed, plain)
     target.start_prompts([PROMPT], sampling)
     target.ids[0] += target.first_tokens()[:1]
     assert drafter.propose(count) == count
-    chances = drafter.certainty[:count].tolist()
+    chances = drafter.written.certainty[:count].tolist()
     assert all(0 < chance < 1 for chance in chances)
     for place, chance in enumerate(chances):
         drafter.least = chance * (1 + 1e-5)

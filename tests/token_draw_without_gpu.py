@@ -24,6 +24,8 @@ from ops.step import draft_check, token_draw
 from ops.step import logit_edits as step_edits
 from ops.step.draft_check import MOST
 from runtime import logit_edits, verification
+from runtime.draft_choice import DRAFT_STREAM, VocabularyPart, choose_draft
+from runtime.draft_vocab import rows_of_ids
 from runtime.logit_edits import EditState, make_edit_state, mask_words
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests import interpreter
@@ -102,8 +104,57 @@ def run(case: dict, device: str = "cpu") -> dict:
     others = zip(plain[1:], fused[1:], strict=True)
     same = same_posts and edits_are_same(logits, plain)
     same = same and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
+    same = same and all(
+        drafts_are_same(logits[n], row, case["groups"]) for n, row in enumerate(rows)
+    )
     tokens = [s.token.flatten().tolist() for s in (plain, fused)]
     return {"plain": tokens[0], "fused": tokens[1], "same": same}
+
+
+def drafts_are_same(logits: Tensor, sampling: Sampling, groups: int) -> bool:
+    """Whether drafts from logits [V] are those of plain PyTorch, of all tokens and of a part."""
+    V, device, found = len(logits), logits.device, []
+    for of_part in (False, True):
+        # A multiple of the blocks in which `largest_by_rank` looks: so it takes the same of equals.
+        before = 48
+        whole = before + V + 1 if of_part else V
+        ids = torch.arange(V, device=device) + before
+        part = VocabularyPart(ids, rows_of_ids(ids.tolist(), whole, device)) if of_part else None
+        seen = torch.rand(1, whole, generator=torch.Generator().manual_seed(1)) < 0.3
+        candidates = sampling.candidates(V) and min(MAX_CANDIDATES, V)
+        for kernels in (False, True):
+            state = StepState(
+                token=torch.full((1, 1), 5),
+                position=torch.full((1, 1), 11),
+                last=torch.zeros(1, dtype=torch.int64),
+                seen=seen.clone(),
+                controls=sampling.controls(V).unsqueeze(0),
+                seeds=torch.tensor([sampling.seed or 0]),
+            )
+            state = StepState(*(tensor.to(device) for tensor in state))
+            drafts = token_draw.Drafts(
+                token=torch.full((1, 3), 7, device=device),
+                q=torch.full((3, whole), 0.5, device=device),
+                certainty=torch.full((3,), 0.5, device=device),
+                place=torch.tensor([1], device=device),
+            )
+            for _ in range(2):  # the second is the last place, after which the first follows
+                if kernels:
+                    with mock.patch.object(token_draw, "GROUPS", groups):
+                        chosen = part.ids if part else None, drafts, candidates > 0, DRAFT_STREAM
+                        token_draw.draw_tokens(logits.unsqueeze(0), state, *chosen)
+                else:
+                    given = logits.unsqueeze(0)
+                    given = given if device.type == "cuda" else given.as_subclass(OnCuda)
+                    choose_draft(state, given, drafts, part, candidates, False)
+            found.append((*state, drafts.token, drafts.place, drafts.q, drafts.certainty))
+    same = True
+    for plain, fused in (found[:2], found[2:]):
+        same &= all(a.equal(b) for a, b in zip(plain[:-2], fused[:-2], strict=True))
+        same &= all(
+            torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(plain[-2:], fused[-2:], strict=True)
+        )
+    return same
 
 
 def edits_are_same(logits: Tensor, state: StepState) -> bool:
@@ -195,8 +246,15 @@ def counts() -> dict:
         given = two, logits, passed, last, q, result
         draft_check.verify_pass(*given, verification.ACCEPT_STREAM)
 
+    def draw_draft() -> None:
+        one, ids = StepState(*(part[:1] for part in state)), torch.arange(2**15)
+        drafts = token_draw.Drafts(column.view(1, -1), many, many[:, 0], whole[:1])
+        token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, True, DRAFT_STREAM)
+
+    codes = launched_code(launch_all)
+    codes |= {f"{name} of a draft": code for name, code in launched_code(draw_draft).items()}
     found = {}
-    for name, code in launched_code(launch_all).items():
+    for name, code in codes.items():
         sass = code.asm["sass"]
         found[name] = {"spills": sass.count("STL"), "waits": sass.count("ACQBULK")}
     return found

@@ -112,7 +112,7 @@ def compiled_token(runner_class: type[CompiledRunner]) -> tuple[Seen, list[str]]
         rows = SessionRows.__new__(SessionRows)
         rows.model, rows.device = model, torch.device("cuda", 0)
         state = rows.make_state(1)
-        _, draw = runner.token_steps(sample)
+        _, draw, _ = runner.token_steps(sample)
 
         def step() -> None:
             logits = model(ids(1, 1), ids(1, 1), ids(1), runner=runner)

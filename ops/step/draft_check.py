@@ -18,9 +18,8 @@ NO_DRAFT = -2  # stands for drafts that a sequence does not have; none follows i
 
 @dataclass(frozen=True)
 class Pass(token_draw.Draw):
-    """Settings of the kernels. Only `_check_drafts` draws."""
+    """Settings of the kernels. Only `_check_drafts` draws; `stream` is that of acceptance."""
 
-    stream: int = 0  # accepts by its random numbers
     stride: int = 0  # numbers from one sequence's drafts to the next one's
     most: int = MOST
     none: int = NO_DRAFT
@@ -64,7 +63,7 @@ def _check_drafts(
     place = tl.load(state.position + sequence)
     chance = token_draw.uniform(token_draw.noise_key(seed, place, s.stream), at + 0 * place)
     passed += sequence * (n + 1)
-    source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1
+    source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1, None
     ordered += row * s.top
     candidates, weight, finite = token_draw.weigh(source, rules, ordered, crowded + row, s)
     has_draft = at < tl.load(last + sequence)

@@ -14,9 +14,14 @@ A group may have more of the top_k largest keys than it keeps. Then its last one
 
 Rows are sequences, or (ops/step/draft_check.py) the tokens of their passes. The T tokens of a
 sequence's pass share controls and `seen`: token i has also seen the pass's tokens up to i.
+
+A token that is drawn as a draft is also written to `Drafts`, with the distribution it is drawn
+from. Logits may then be those of a part of the vocabulary; tokens are places in the part until
+`_draw` looks their ids up.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +41,7 @@ RANKED = 8  # keys whose rank a program counts
 class Draw:
     """Settings of the kernels. A row has GROUPS * KEPT keys in `best`."""
 
-    V: int = 0  # vocabulary
+    V: int = 0  # logits of a row
     groups: int = 0
     kept: int = KEPT
     run: int = RUN
@@ -44,7 +49,13 @@ class Draw:
     top: int = TOP
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
     controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
+    stream: int = 0  # of the random numbers; of a draw
+    whole: int = 0  # the vocabulary, if the logits are those of a part
+    drafts: int = 0  # that `Drafts` has
+    keeps: bool = False  # their distributions, too
 
+    vocabulary = property(lambda s: s.whole or s.V)
+    cleared = property(lambda s: pow2(cdiv(s.vocabulary, s.groups)))  # of `q`, by a program
     # Tokens of a group, rounded up to a power of two.
     size = property(lambda s: pow2(cdiv(s.V, s.groups * s.run) * s.run))
     keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
@@ -52,16 +63,27 @@ class Draw:
     max_top_k = property(lambda s: min(s.top, s.V))
 
 
+class Drafts(NamedTuple):
+    """Where drafts are written: N of them, each at `place`, which is then the next one's."""
+
+    token: Tensor  # int64 [1, N]
+    q: Tensor  # fp32 [N, V], the distributions that they were drawn from
+    certainty: Tensor  # fp32 [N], the largest probabilities
+    place: Tensor  # int64 [1]
+
+
 @jit
 def _edited_logits(source, token, inside):
     """Load logits, those of seen tokens penalized (`sampling.penalize`); NaN becomes inf.
 
-    source: a row's logits and `seen`, its penalty, a pass's tokens or None, how many of them count.
+    source: a row's logits and `seen`, its penalty, a pass's tokens or None, how many of them count,
+    and the ids of the logits' tokens or None.
     """
-    logits, seen, penalty, passed, count = source
+    logits, seen, penalty, passed, count, ids = source
     x = tl.load(logits + token, mask=inside, other=0.0)
     if penalty != 1.0:
-        marked = tl.load(seen + token, mask=inside, other=0) != 0
+        number = token if ids is None else tl.load(ids + token, mask=inside, other=0)
+        marked = tl.load(seen + number, mask=inside, other=0) != 0
         if passed is not None:
             for n in range(count):
                 marked |= token == tl.load(passed + n)
@@ -81,10 +103,22 @@ def _logit_of(key):
 
 
 # Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
-# program clears what `_rank` writes. each: T, if rows are the tokens [B, T] of passes, `passed`.
+# program clears what `_rank` writes, all of them the draft's `q`. each: T, if rows are the tokens
+# [B, T] of passes, `passed`.
 @jit(do_not_specialize=("each",))
 def _find_best(
-    logits, seen, passed, controls, best, ordered, crowded, each, s: tl.constexpr, PDL: tl.constexpr
+    logits,
+    seen,
+    passed,
+    ids,
+    drafts,
+    controls,
+    best,
+    ordered,
+    crowded,
+    each,
+    s: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     TOP: tl.constexpr = s.top
     group, row = tl.program_id(0), tl.program_id(1)
@@ -96,7 +130,7 @@ def _find_best(
         passed += sequence * each
     penalty = tl.load(controls + sequence * s.controls + 4)
     await_previous(PDL)
-    source = logits + row * s.V, seen + sequence * s.V, penalty, passed, count
+    source = logits + row * s.V, seen + sequence * s.vocabulary, penalty, passed, count, ids
     x = _edited_logits(source, token, token < s.V)
     bits = tl.where(token < s.V, ordered_bits(x), -(2**31))
     best += row * s.kept * s.groups + group
@@ -108,6 +142,10 @@ def _find_best(
     if group == 0:
         tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
         tl.store(crowded + row, 0)
+    if s.keeps:
+        cell = group * s.cleared + tl.arange(0, s.cleared)
+        q = drafts.q + tl.load(drafts.place) * s.vocabulary + cell
+        tl.store(q, tl.zeros([s.cleared], tl.float32), mask=cell < s.vocabulary)
 
 
 # Grid [KEPT * GROUPS / RANKED, B T]: RANKED keys are compared with all, but first with the largest
@@ -227,51 +265,82 @@ def pick(score, candidates, finite, s: tl.constexpr):
 
 # Grid [B].
 @jit
-def _draw(logits, state, ordered, crowded, s: tl.constexpr, PDL: tl.constexpr):
+def _draw(logits, state, ordered, crowded, ids, drafts, s: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
-    seen = state.seen + row * s.V
+    seen = state.seen + row * s.vocabulary
     controls = state.controls + row * s.controls
     rules = load_controls(controls, s)
-    source = logits + row * s.V, seen, tl.load(controls + 4), None, 0
+    source = logits + row * s.V, seen, tl.load(controls + 4), None, 0, ids
     place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
-    key = noise_key(tl.load(state.seeds + row), place, 0)
+    key = noise_key(tl.load(state.seeds + row), place, s.stream)
     await_previous(PDL)
     candidates, weight, finite = weigh(source, rules, ordered + row * s.top, crowded + row, s)
+    if ids is not None:
+        candidates = tl.load(ids + candidates, mask=weight > 0.0, other=0).to(tl.int32)
     score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
     number = pick(score, candidates, finite, s)
     tl.store(state.token + row, number)
     tl.store(state.position + row, place + tokens)
-    tl.store(seen + tl.where(finite, number, s.V - 1), True)
+    tl.store(seen + tl.where(finite, number, s.vocabulary - 1), True)
+    if drafts is not None:
+        n = tl.load(drafts.place)
+        tl.store(drafts.token + n, number)
+        if s.keeps:
+            p = tl.where(finite, weight / tl.sum(weight, 0), 0.0)
+            tl.store(drafts.q + n * s.vocabulary + candidates, p, mask=p > 0.0)
+            tl.store(drafts.certainty + n, tl.max(p, 0))
+        tl.debug_barrier()  # all threads have read the place
+        tl.store(drafts.place, (n + 1) % s.drafts)
 
 
-def draw_tokens(logits: Tensor, state: tuple) -> None:
+def draw_tokens(
+    logits: Tensor,
+    state: tuple,
+    ids: Tensor | None = None,
+    drafts: Drafts | None = None,
+    keeps: bool = False,
+    stream: int = 0,
+) -> None:
     """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
 
     state: a `sampling.StepState`. A top_k above TOP or V is taken as the smaller of the two, as in
-    `shortlist`: a row that is idle, or of another step, may have any.
+    `shortlist`: a row that is idle, or of another step, may have any. ids int64 [V]: the logits'
+    tokens, rising; None: all. drafts: of one sequence, its token is one of them; keeps: with its
+    distribution. stream: of the random numbers.
     """
-    B, V = logits.shape
-    if state.seen.shape != logits.shape or len(state.controls) != B:
+    (B, V), (rows, whole) = logits.shape, state.seen.shape
+    if rows != B or len(state.controls) != B or (whole if ids is None else len(ids)) != V:
         raise ValueError(f"logits {list(logits.shape)} with seen {list(state.seen.shape)}")
-    s, logits = Draw(V, GROUPS), logits.contiguous()
-    largest = order_largest(logits, state.seen, None, state.controls, s)
-    launch(_draw, (B,), logits, state, *largest, settings=s)
+    if drafts is not None and B > 1:
+        raise ValueError(f"drafts of {B} sequences: it must be one")
+    size, count = 0 if ids is None else whole, 0 if drafts is None else drafts.token.shape[1]
+    s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps)
+    logits = logits.contiguous()
+    largest = order_largest(logits, state.seen, None, state.controls, s, ids, drafts)
+    launch(_draw, (B,), logits, state, *largest, ids, drafts, settings=s)
 
 
 def order_largest(
-    logits: Tensor, seen: Tensor, passed: Tensor | None, controls: Tensor, s: Draw
+    logits: Tensor,
+    seen: Tensor,
+    passed: Tensor | None,
+    controls: Tensor,
+    s: Draw,
+    ids: Tensor | None = None,
+    drafts: Drafts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
     logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
-    Keys after the first top_k may be missing.
+    ids and drafts: as in `draw_tokens`. Keys after the first top_k may be missing.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
     ordered = torch.empty(R, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
     found = controls, best, ordered, crowded, each
-    launch(_find_best, (s.groups, R), logits, seen, passed, *found, settings=s, warps=1)
+    tokens = passed, ids, drafts
+    launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
     launch(_rank, (s.keys // RANKED, R), *found, settings=s)
     return ordered, crowded
 
