@@ -18,9 +18,11 @@ from torch import Tensor
 from model import Chunk, Runner, Transformer
 from ops.inductor import compiled
 from ops.plain.pending import MAX_TENTATIVE
+from ops.step import chain
+from ops.step.chain import Pairs
 from runtime.drafters import DraftModel
 from runtime.runner import EagerRunner
-from runtime.sampling import Sampling
+from runtime.sampling import Sampling, StepState
 from runtime.session import Session
 from runtime.session_prompts import common_prefix
 from runtime.session_steps import PADDING_MULTIPLE
@@ -69,10 +71,10 @@ class MTPDrafter(DraftModel):
         self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
         self.own_hidden = like.new_zeros(1, 1, D)  # the head's, of its last query
-        # Tokens of the pairs that a chain begins with, and how many are known.
-        self.pairs = torch.ones(1, self.width + 1, dtype=torch.int64, device=self.device)
-        self.upload = Upload(self.pairs)
-        self.offsets = torch.arange(self.width, device=self.device)
+        self.numbers = self.shared_integers(1, self.width + 2)  # of `begin_chain`
+        self.upload = Upload(self.numbers)
+        by_kernel = self.runner.chooses_by_kernels
+        self.begin_chain = chain.begin_chain if by_kernel else begin_chain
         self.first = torch.zeros(1, dtype=torch.int64, device=self.device)  # query of a step
         self.chains: dict[tuple[int, int], Callable[[], None]] = {}
         self.filler = FillRunner(head)
@@ -145,7 +147,7 @@ class MTPDrafter(DraftModel):
             begin = chunk.stop
         tokens = ids[begin + 1 : end + 1]
         padding = [tokens[-1]] * (self.width - len(tokens))  # chooses the same experts
-        self.upload([*tokens, *padding, len(tokens)])
+        self.upload([*tokens, *padding, len(tokens), end - 1])
         self.filled = self.cached[0] = end
 
     # Drafts ---------------------------------------------------------------------------------------
@@ -159,12 +161,13 @@ class MTPDrafter(DraftModel):
         """
         target, self.amount = self.target, self.candidates(sampling)
         self.last.zero_()  # the row is active
-        chain = self.warm_up_chain(self.count)
+        if self.device.type == "cuda":  # a pass of an answer that was left may read the numbers
+            torch.cuda.current_stream(self.device).synchronize()
+        run_chain = self.warm_up_chain(self.count)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
         if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
-            self.position.fill_(known - 1)
             self.catch_up(ids, min(self.filled, known - 1), known)
-            chain()
+            run_chain()
         elif known and (target.snapshots.slack or not target.snapshots.live[0]):
             target.cached[0] = known - 1
 
@@ -172,8 +175,6 @@ class MTPDrafter(DraftModel):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
         if drafts:
-            torch.sub(self.target.position, 1, out=self.position)
-            self.seen.copy_(self.target.seen)
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
         if not self.least:
@@ -185,8 +186,12 @@ class MTPDrafter(DraftModel):
         """Return the chain of this many drafts, compiled and on CUDA captured on the first call."""
         key = drafts, self.amount
         if key not in self.chains:
-            chain = partial(self.run_chain, *key)
-            self.chains[key] = self.capture(chain, self.width, self.width)
+            known = self.numbers.flatten().tolist()
+            # Tokens that are no part of the text, where no sequence reaches.
+            self.upload([*[1] * self.width, 1, self.cache_len - self.width])
+            run = partial(self.run_chain, *key)
+            self.chains[key] = self.capture(run, self.width, self.width)
+            self.upload(known)
         return self.chains[key]
 
     def run_chain(self, drafts: int, candidates: int) -> None:
@@ -195,11 +200,9 @@ class MTPDrafter(DraftModel):
         `position` is that of the last pair, one below that of its token.
         """
         state, runner = self.state, self.runner
-        self.written.place.zero_()
-        tokens, count = self.pairs.split([self.width, 1], dim=1)
-        positions = state.position + 1 - count + self.offsets
-        self.model.hidden = self.ring.index_select(1, positions[0] % RING)
-        logits = self.model(tokens, positions, count[0] - 1, runner=runner)
+        given = self.numbers, self.ring, self.target.seen, state, self.written.place
+        *pairs, self.model.hidden = self.begin_chain(*given)
+        logits = self.model(*pairs, runner=runner)
         self.choose_tokens(state, logits, candidates)
         for _ in range(drafts - 1):
             self.model.hidden = self.own_hidden
@@ -212,6 +215,24 @@ class FillRunner(EagerRunner):
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return normed
+
+
+def begin_chain(
+    numbers: Tensor, ring: Tensor, seen: Tensor, state: StepState, place: Tensor
+) -> Pairs:
+    """Return the pairs that a chain begins with; set the chain's state and the place of its drafts.
+
+    numbers int64 [1, W + 2]: tokens of known pairs and of padding, how many are known, and the
+    position of the last known one. ring [1, R, D]: hidden states of the last R positions. seen: the
+    target's.
+    """
+    tokens, count, newest = numbers.split([numbers.shape[1] - 2, 1, 1], dim=1)
+    state.seen.copy_(seen)
+    state.position.copy_(newest)
+    place.zero_()
+    positions = newest + 1 - count + torch.arange(tokens.shape[1], device=tokens.device)
+    hidden = ring.index_select(1, positions[0] % ring.shape[1])
+    return Pairs(tokens, positions, count[0] - 1, hidden)
 
 
 def store_hidden(ring: Tensor, position: Tensor, hidden: Tensor) -> None:

@@ -20,10 +20,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ops.step import draft_check, token_draw
+from ops.step import chain, draft_check, token_draw
 from ops.step import logit_edits as step_edits
 from ops.step.draft_check import MOST
-from runtime import logit_edits, verification
+from runtime import logit_edits, mtp, verification
 from runtime.draft_choice import DRAFT_STREAM, VocabularyPart, choose_draft
 from runtime.draft_vocab import rows_of_ids
 from runtime.logit_edits import EditState, make_edit_state, mask_words
@@ -104,8 +104,9 @@ def run(case: dict, device: str = "cpu") -> dict:
     others = zip(plain[1:], fused[1:], strict=True)
     same = same_posts and edits_are_same(logits, plain)
     same = same and plain.token.equal(fused.token) and all(a.equal(b) for a, b in others)
+    same = same and (logits.is_cuda or pairs_are_same(V))
     same = same and all(
-        drafts_are_same(logits[n], row, case["groups"]) for n, row in enumerate(rows)
+        drafts_are_same(logits[n], row, case["groups"]) for n, row in enumerate(rows[:2])
     )
     tokens = [s.token.flatten().tolist() for s in (plain, fused)]
     return {"plain": tokens[0], "fused": tokens[1], "same": same}
@@ -155,6 +156,23 @@ def drafts_are_same(logits: Tensor, sampling: Sampling, groups: int) -> bool:
             torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(plain[-2:], fused[-2:], strict=True)
         )
     return same
+
+
+def pairs_are_same(V: int) -> bool:
+    """Whether a chain's beginning is that of plain PyTorch: its pairs, state and place."""
+    ring = torch.randn(1, 20, 24, generator=torch.Generator().manual_seed(5))
+    seen, found = torch.rand(1, V, generator=torch.Generator().manual_seed(6)) < 0.3, []
+    for known, newest in ((1, 0), (3, 19), (4, 41)):
+        numbers = torch.tensor([[8, 9, 10, 11, known, newest]])
+        for begin in (mtp.begin_chain, chain.begin_chain):
+            empty = torch.zeros(1, dtype=torch.int64)
+            column = torch.zeros(1, 1, dtype=torch.int64)
+            state = StepState(column, column.clone(), empty, ~seen, torch.ones(1, 5), empty)
+            place = torch.tensor([2])
+            pairs = begin(numbers, ring, seen, state, place)
+            found.append((*pairs, state.position, state.seen, place))
+    both = zip(found[::2], found[1::2], strict=True)
+    return all(all(map(torch.equal, plain, fused)) for plain, fused in both)
 
 
 def edits_are_same(logits: Tensor, state: StepState) -> bool:
@@ -250,6 +268,7 @@ def counts() -> dict:
         one, ids = StepState(*(part[:1] for part in state)), torch.arange(2**15)
         drafts = token_draw.Drafts(column.view(1, -1), many, many[:, 0], whole[:1])
         token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, True, DRAFT_STREAM)
+        chain.begin_chain(whole.view(1, -1), many[None, :, :2048], seen[:1], one, whole[:1])
 
     codes = launched_code(launch_all)
     codes |= {f"{name} of a draft": code for name, code in launched_code(draw_draft).items()}
