@@ -328,7 +328,8 @@ class FusedRunner(CompiledRunner):
             return self.compiled_end_tokens(model, normed, last)
         x = normed
         if last is not None and Q > 1:
-            x = x[torch.arange(B, device=x.device), last].unsqueeze(1)
+            rows = torch.arange(B, device=x.device) if B > 1 else None
+            x = x[:, last] if rows is None else x[rows, last].unsqueeze(1)
         if head.norm is None:
             share_code(x)
             x = self.compiled_norm(model, x)

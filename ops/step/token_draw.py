@@ -49,7 +49,7 @@ class Draw:
     top: int = TOP
     chunk: int = 1024  # tokens of a step of the search in the whole vocabulary
     controls: int = 5  # a sequence's: temperature, top_k, top_p, min_p, penalty
-    stream: int = 0  # of the random numbers; of a draw
+    stream: int = 0  # its random numbers are those of another seed
     whole: int = 0  # the vocabulary, if the logits are those of a part
     drafts: int = 0  # that `Drafts` has
     keeps: bool = False  # their distributions, too
