@@ -354,7 +354,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
     # --prepare_only compiles if --compile is given.
-    choose_compile(options, device.type == "cuda" and not options.prepare_only)
+    on_gpu = device.type == "cuda" or bool(options.gpu)
+    choose_compile(options, on_gpu and not options.prepare_only)
     if options.dry_run:
         print_plan(options, device)
         return []

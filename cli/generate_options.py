@@ -185,7 +185,7 @@ def check_drafts(options: argparse.Namespace) -> None:
 def check_disk_options(options: argparse.Namespace) -> None:
     """Raise ValueError for options about models on disk that lack what they need, or have --json.
 
-    A plan has no JSON either.
+    A plan has no JSON either, and is of no use to --list and --remove.
     """
     if options.yes and not options.remove:
         raise ValueError("--yes answers --remove: add --remove NAME, or leave --yes out")
@@ -193,6 +193,9 @@ def check_disk_options(options: argparse.Namespace) -> None:
         raise ValueError("--prepare_only needs a model: add --model OWNER/NAME")
     if options.list and options.remove:
         raise ValueError("--list and --remove are two commands: leave one of them out")
+    if options.dry_run and (options.list or options.remove):
+        name = "list" if options.list else "remove"
+        raise ValueError(f"--dry_run prints a plan, and --{name} has none: leave one of them out")
     for name in ("dry_run", "prepare_only", "list"):
         if options.json and getattr(options, name):
             raise ValueError(f"--json is about an answer, and --{name} has none: leave it out")

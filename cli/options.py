@@ -113,9 +113,11 @@ def add_dry_run(parser: Parser) -> None:
 
 
 def check_dry_run(options: argparse.Namespace) -> None:
-    """Raise ValueError for --gpu without --dry_run."""
+    """Raise ValueError for --gpu without --dry_run, or with --device cpu."""
     if options.gpu and not options.dry_run:
         raise ValueError("--gpu is about a card that is not here: add --dry_run")
+    if options.gpu and options.device == "cpu":
+        raise ValueError("--gpu and --device cpu: leave one of them out")
 
 
 def add_offload(parser: Parser) -> None:

@@ -131,6 +131,20 @@ def test_a_chats_context_is_shortened_last():
     assert choose(setup, memory, freedom(fixed, setup)) is None
 
 
+def test_a_context_is_not_shortened_below_the_answer_that_is_asked_for():
+    plain, short, long = (
+        parse("generate", "--model", "a/b", "--dry_run", "--gpu", "T4", *argv)
+        for argv in ((), ("--max_new_tokens", "100"), ("--max_new_tokens", "5000"))
+    )
+    mixtral = source("Mixtral-8x7B", layers=1)
+    setup = setup_of(plain, mixtral)
+    assert (setup.length, setup_of(long, mixtral).length) == (4096, 5001)
+    free = setup.sizes.weights + reserve(dataclasses.replace(setup, length=300))
+    for options, expected in ((plain, 256), (short, 256), (long, None)):
+        found = choose(setup, Memory(free, 0), freedom(options, setup))
+        assert (found and found.setup.length) == expected
+
+
 def test_each_choice_is_accepted_by_the_plan_and_is_not_worse_with_more_memory():
     rng = random.Random(5)
     order = ["bf16", *OURS, f"{OURS[-1]} offloaded", *FEW_BITS, f"{FEW_BITS[-1]} offloaded", None]
@@ -193,6 +207,7 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
     kernels = lines("--compile", "--decode_kernels", "inductor")[2]
     assert kernels.startswith("plan: Inductor's kernels; about ")
     assert "fused kernels in 8 of 8" in lines()[2]
+    assert lines("--decode_kernels", "fused") == lines("--compile_cache", "none") == lines()
     first, weights, _ = lines("--dtype", "fp32")
     assert first.endswith("the embedded model in fp32") and "35.7 MB of weights" in weights
     assert "17.9 MB of weights" in lines()[1]
@@ -208,6 +223,7 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
 
 def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_directory, tmp_path):
     headed = "--checkpoint_path", str(hybrid_directory)
+    of_generate = {"--json", "--draft_checkpoint_path", "--max_new_tokens", "--list", "--remove"}
     for argv, message in (
         (("--max_seq_len", "9999"), "9999: the model was made for 4096 positions at most"),
         (("--speculate", "lookup", "--draft_tokens", "99"), "it must be from 1 to 15"),
@@ -215,10 +231,18 @@ def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_direct
         (("--speculate", "mtp"), "has no head for multi-token prediction"),
         (("--draft_checkpoint_path", str(tmp_path / "none")), "is not a directory"),
         (("--json",), "--json is about an answer, and --dry_run has none"),
-        (("--offload", "--gpu_memory", "1MB"), "name a larger card, or another --gpu_memory"),
+        (("--offload", "--gpu_memory", "1MB"), "give at least 0.010GB"),
+        (("--offload", "--gpu_experts", "9"), "it must be from 2 (active) to 8 (all)"),
+        (("--offload", "--gpu_experts", "0"), "it must be from 2 (active) to 8 (all)"),
+        (("--max_new_tokens", "4096"), "ask for at most 4095 with --max_new_tokens"),
+        (("--decode_kernels", "fused", "--dtype", "fp32"), "in fp32 on H100: use auto"),
+        (("--eager", "--decode_kernels", "fused"), "is about a compiled step: add --compile"),
+        (("--device", "cpu"), "--gpu and --device cpu: leave one of them out"),
+        (("--list",), "--dry_run prints a plan, and --list has none"),
+        (("--remove", "a/b", "--yes"), "--dry_run prints a plan, and --remove has none"),
     ):
         for module in (generate, serve):
-            if module is generate or not {"--json", "--draft_checkpoint_path"} & set(argv):
+            if module is generate or not of_generate & set(argv):
                 assert run_main(module, monkeypatch, "--dry_run", "--gpu", "H100", *argv) == 2
                 out, err = capsys.readouterr()
                 assert out == "" and message in err and err.count("\n") == 1
