@@ -431,13 +431,26 @@ def planned() -> list:
     ]
 
 
-@pytest.mark.parametrize(("name", "card"), planned())
-def test_a_published_model_has_a_plan_by_its_config_alone(name, card, monkeypatch):
-    """A config.json of tests/data/, or else a model's sizes, which its family lists."""
+def publish(monkeypatch, name: str) -> None:
+    """Let the Hub have a model's config.json."""
     config = json.dumps(PUBLISHED[name][1])
     files = SimpleNamespace(sizes={"config.json": len(config)})
     monkeypatch.setattr(describe, "list_files", lambda *_: files)
     monkeypatch.setattr(describe, "fetch_file", lambda _, f, to, __: (to / f).write_text(config))
+
+
+def test_a_format_that_a_quantized_model_cannot_be_had_in_has_no_plan(monkeypatch, tmp_path):
+    publish(monkeypatch, "gpt-oss-20b")
+    assert describe_model(ModelName("a/b", "mxfp4")).format["name"] == "mxfp4"
+    for format in ("int4", "bf16", "int8-mxfp4"):
+        with pytest.raises(ValueError, match=f"published in mxfp4, .* leave :{format} out"):
+            describe_model(ModelName("a/b", format))
+
+
+@pytest.mark.parametrize(("name", "card"), planned())
+def test_a_published_model_has_a_plan_by_its_config_alone(name, card, monkeypatch):
+    """A config.json of tests/data/, or else a model's sizes, which its family lists."""
+    publish(monkeypatch, name)
     options = parse("generate", "--model", f"a/{name}", "--dry_run", "--gpu", card)
     model = describe_model(ModelName(f"a/{name}"))
     billions = re.search(r"-(\d+(?:\.\d+)?)B(?=-A\d|$)", name)
