@@ -154,14 +154,17 @@ def longest_context(choice: Choice, memory: Memory) -> int:
 
 
 def place_of(options: argparse.Namespace, device: torch.device) -> Place | None:
-    """Return the card of --gpu, else the device's; None: a CPU. Raises ValueError as --gpu."""
+    """Return the card of --gpu, else the device's; None: a CPU. Raises ValueError as --gpu.
+
+    All ranks get the same memory, and so make the same plan.
+    """
     if options.gpu:
         card = card_of_name(options.gpu)
         return Place(card, Memory(card.memory, HOST), False)
     if device.type != "cuda":
         return None
     free = process_group.least(free_gpu_memory(device))
-    return Place(card_here(device), Memory(free, free_host_memory()), True)
+    return Place(card_here(device), Memory(free, process_group.share(free_host_memory)), True)
 
 
 def setup_of(options: argparse.Namespace, source) -> Setup:
@@ -229,8 +232,7 @@ def settle(options: argparse.Namespace, device: torch.device, setup: Setup) -> i
     place = place_of(options, device)
     if place is None:
         return setup.length
-    may = freedom(options, setup)
-    choice = process_group.share(lambda: choose(setup, place.memory, may))
+    choice = choose(setup, place.memory, freedom(options, setup))
     if choice is None:
         return setup.length
     if choice.offload and not options.offload:
@@ -250,12 +252,12 @@ def dry_run(
 ) -> list[str]:
     """Return the lines of the plan. Raises ValueError if no session fits, or for a CPU.
 
-    find_source: returns a checkpoint, or what is known of the model; is called on rank 0.
+    find_source: returns a checkpoint, or what is known of the model; is called on all ranks.
     """
     place = place_of(options, device)
     if place is None:
         raise ValueError("--dry_run plans for a GPU, and there is none here: add --gpu NAME")
-    plan = process_group.share(lambda: plan_setup(options, place, setup_of(options, find_source())))
+    plan = plan_setup(options, place, setup_of(options, find_source()))
     return plan.lines(not options.eager)
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import pickle
 import random
 import re
 from functools import partial
@@ -28,6 +29,7 @@ from memory.plan import GB, Memory, reserve
 from models import ARCHITECTURES, FAMILIES, args_of_checkpoint
 from models.random_weights import first_layers, number_format
 from ops import gpu
+from parallel import process_group
 from tests.plan_table import PAGE, block, written
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -302,6 +304,32 @@ def test_the_chosen_format_is_downloaded_and_found_again(
         assert capsys.readouterr().out.strip().endswith("model_int8")
         hub.requests, asked = [], hub.requests
     assert not asked
+
+
+def share_as_ranks_do(monkeypatch) -> None:
+    """Let rank 0 send what it shares. While it makes that, it shares nothing else."""
+    shared = []
+
+    def share(make):
+        assert not shared, "the other ranks do not come here"
+        shared.append(make)
+        value = pickle.dumps(make())
+        shared.pop()
+        return pickle.loads(value)
+
+    monkeypatch.setattr(process_group, "share", share)
+
+
+@pytest.mark.parametrize("module", (generate, serve))
+def test_several_ranks_make_one_plan(module, monkeypatch, capsys, directory):
+    share_as_ranks_do(monkeypatch)
+    for argv in ((), ("--checkpoint_path", str(directory))):
+        assert len(planned_lines(monkeypatch, capsys, *argv, module=module)) == 3
+    monkeypatch.setattr(card_plan, "free_gpu_memory", lambda device: 10 * GB)
+    monkeypatch.setattr(card_plan, "card_here", lambda device: sold("RTX 3080"))
+    options = parse("generate", "--model", "a/Qwen3-30B-A3B:int4", "--interactive")
+    setup = setup_of(options, source("Qwen3-30B-A3B", "int4", layers=1))
+    assert card_plan.settle(options, CUDA, setup) == 4096
 
 
 @pytest.mark.parametrize("command", COMMANDS)
