@@ -16,6 +16,7 @@ from cli.options import (
     check_checkpoint_path,
     check_counts,
     check_dry_run,
+    check_files,
     check_length,
     check_model_options,
     model_name,
@@ -152,6 +153,7 @@ def check_options(options: argparse.Namespace) -> None:
     check_disk_options(options)
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
+    check_files(options, "prompts_file", "expert_profile", "profile", "save_routing")
     for name in ("profile", "save_routing"):
         path = getattr(options, name)
         if path and not is_writable(path):  # before hours of work

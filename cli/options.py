@@ -5,6 +5,7 @@ seconds. tests/test_cli_options.py compares the literals with those modules.
 """
 
 import argparse
+import os
 import re
 
 from cli.model_name import MODEL_NAME, check_format, check_hub_environment, parse_model_name
@@ -220,6 +221,16 @@ def check_counts(
             raise ValueError(f"--{name} {value}: it must be at least {least}")
         if value is not None and value > most:
             raise ValueError(f"--{name} {str(value)[:40]}: it must be at most {most}")
+
+
+def check_files(options: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError if two of these options name one file: what is written would replace it."""
+    given: dict[str, str] = {}
+    for name in names:
+        if path := getattr(options, name):
+            other = given.setdefault(os.path.realpath(path), name)
+            if other != name:
+                raise ValueError(f"--{other} and --{name} are one file, {path}: name two files")
 
 
 def check_length(options: argparse.Namespace, max_position: int) -> None:
