@@ -226,6 +226,7 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
 def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_directory, tmp_path):
     headed = "--checkpoint_path", str(hybrid_directory)
     of_generate = {"--json", "--draft_checkpoint_path", "--max_new_tokens", "--list", "--remove"}
+    of_generate |= {"--draft_vocab"}
     for argv, message in (
         (("--max_seq_len", "9999"), "9999: the model was made for 4096 positions at most"),
         (("--speculate", "lookup", "--draft_tokens", "99"), "it must be from 1 to 15"),
@@ -236,6 +237,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_direct
         (("--offload", "--gpu_memory", "1MB"), "give at least 0.010GB"),
         (("--offload", "--gpu_experts", "9"), "it must be from 2 (active) to 8 (all)"),
         (("--offload", "--gpu_experts", "0"), "it must be from 2 (active) to 8 (all)"),
+        (("--speculate", "auto", "--draft_vocab", "9"), "has no head for multi-token prediction"),
         (("--max_new_tokens", "4096"), "ask for at most 4095 with --max_new_tokens"),
         (("--decode_kernels", "fused", "--dtype", "fp32"), "in fp32 on H100: use auto"),
         (("--eager", "--decode_kernels", "fused"), "is about a compiled step: add --compile"),
