@@ -224,7 +224,7 @@ def check_counts(
 
 
 def check_files(options: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError if two of these options name one file: what is written would replace it."""
+    """Raise ValueError if two of these options name one file: a write would replace the other."""
     given: dict[str, str] = {}
     for name in names:
         if path := getattr(options, name):
