@@ -326,6 +326,7 @@ def expert_traffic(model: Transformer, before: list[dict[str, int]], tokens: int
 
 def print_plan(options: argparse.Namespace, device: torch.device) -> None:
     """Print what --dry_run asks for."""
+    check_clocks(options.speculate)
 
     def find():
         source, path = find_source(options), vars(options).get("draft_checkpoint_path")
@@ -354,7 +355,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     options.seed = process_group.common_seed(options.seed)
     sampling = Sampling(**{name: getattr(options, name) for name in SAMPLING})
     # --prepare_only compiles if --compile is given.
-    choose_compile(options, device.type == "cuda" and not options.prepare_only)
+    on_gpu = device.type == "cuda" or bool(options.gpu)
+    choose_compile(options, on_gpu and not options.prepare_only)
     if options.dry_run:
         print_plan(options, device)
         return []
@@ -434,11 +436,6 @@ def prepare_session(
     kind = choose_speculation(options, prompts)
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     check_speculation(options, checkpoint, drafter)
-    if options.draft_vocab and not (drafter or uses_head(options, checkpoint)):
-        raise ValueError(
-            f"--draft_vocab {options.draft_vocab}: this checkpoint has no head for "
-            "multi-token prediction: add --draft_checkpoint_path, or leave it out"
-        )
     process_group.check_agreement(vars(options), checkpoint)
     batch = min(options.batch_size, prompts) or 1 if kind == "off" else 1
     setup = generation_setup(options, checkpoint, drafter, length, batch, longest)
@@ -463,13 +460,18 @@ def prepare_session(
 
 
 def check_speculation(options: argparse.Namespace, checkpoint: Checkpoint, drafter=None) -> None:
-    """Raise ValueError for a number of drafts, a draft model or a head that cannot be run."""
+    """Raise ValueError for drafts that cannot be made: their number, model or head, their ids."""
     drafts = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     draft_args = drafter and args_of_checkpoint(drafter)
     check_drafting(drafts, args_of_checkpoint(checkpoint), draft_args)
     if uses_head(options, checkpoint):
         check_mtp_drafts(drafts)
         head_source(checkpoint)  # raises if there is none
+    elif not drafter and (ids := vars(options).get("draft_vocab")):
+        raise ValueError(
+            f"--draft_vocab {ids}: this checkpoint has no head for multi-token prediction: add "
+            "--draft_checkpoint_path, or leave it out"
+        )
 
 
 def speculate(

@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     device = process_group.start(options.device)
     check_options(options)
-    choose_compile(options, device.type == "cuda")
+    choose_compile(options, device.type == "cuda" or bool(options.gpu))
     if options.dry_run:
         print_plan(options, device)
         process_group.stop()

@@ -16,6 +16,7 @@ from cli.options import (
     check_checkpoint_path,
     check_counts,
     check_dry_run,
+    check_files,
     check_length,
     check_model_options,
     model_name,
@@ -152,6 +153,7 @@ def check_options(options: argparse.Namespace) -> None:
     check_disk_options(options)
     check_counts(options, "max_new_tokens", "max_seq_len")
     check_counts(options, "num_samples", "batch_size", most=MAX_SAMPLES)
+    check_files(options, "prompts_file", "expert_profile", "profile", "save_routing")
     for name in ("profile", "save_routing"):
         path = getattr(options, name)
         if path and not is_writable(path):  # before hours of work
@@ -185,7 +187,7 @@ def check_drafts(options: argparse.Namespace) -> None:
 def check_disk_options(options: argparse.Namespace) -> None:
     """Raise ValueError for options about models on disk that lack what they need, or have --json.
 
-    A plan has no JSON either.
+    A plan has no JSON either, and is of no use to --list and --remove.
     """
     if options.yes and not options.remove:
         raise ValueError("--yes answers --remove: add --remove NAME, or leave --yes out")
@@ -193,6 +195,9 @@ def check_disk_options(options: argparse.Namespace) -> None:
         raise ValueError("--prepare_only needs a model: add --model OWNER/NAME")
     if options.list and options.remove:
         raise ValueError("--list and --remove are two commands: leave one of them out")
+    if options.dry_run and (options.list or options.remove):
+        name = "list" if options.list else "remove"
+        raise ValueError(f"--dry_run prints a plan, and --{name} has none: leave one of them out")
     for name in ("dry_run", "prepare_only", "list"):
         if options.json and getattr(options, name):
             raise ValueError(f"--json is about an answer, and --{name} has none: leave it out")

@@ -5,6 +5,7 @@ seconds. tests/test_cli_options.py compares the literals with those modules.
 """
 
 import argparse
+import os
 import re
 
 from cli.model_name import MODEL_NAME, check_format, check_hub_environment, parse_model_name
@@ -113,9 +114,11 @@ def add_dry_run(parser: Parser) -> None:
 
 
 def check_dry_run(options: argparse.Namespace) -> None:
-    """Raise ValueError for --gpu without --dry_run."""
+    """Raise ValueError for --gpu without --dry_run, or with --device cpu."""
     if options.gpu and not options.dry_run:
         raise ValueError("--gpu is about a card that is not here: add --dry_run")
+    if options.gpu and options.device == "cpu":
+        raise ValueError("--gpu and --device cpu: leave one of them out")
 
 
 def add_offload(parser: Parser) -> None:
@@ -218,6 +221,16 @@ def check_counts(
             raise ValueError(f"--{name} {value}: it must be at least {least}")
         if value is not None and value > most:
             raise ValueError(f"--{name} {str(value)[:40]}: it must be at most {most}")
+
+
+def check_files(options: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError if two of these options name one file: a write would replace the other."""
+    given: dict[str, str] = {}
+    for name in names:
+        if path := getattr(options, name):
+            other = given.setdefault(os.path.realpath(path), name)
+            if other != name:
+                raise ValueError(f"--{other} and --{name} are one file, {path}: name two files")
 
 
 def check_length(options: argparse.Namespace, max_position: int) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from cli.generate_options import DEFAULT_PROMPT
-from cli.options import DTYPES, add_device
+from cli.options import DTYPES, add_device, check_files
 from cli.parser import Parser
 from cli.startup import require_extra
 
@@ -127,7 +127,8 @@ def check_picture(options: argparse.Namespace) -> None:
 
 
 def check_study(options: argparse.Namespace) -> None:
-    """Raise ValueError for too few tokens, and for pictures without matplotlib."""
+    """Raise ValueError for too few tokens, files that are one, and pictures without matplotlib."""
+    check_files(options, "text_file", "profile")
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: it must be at least 2")
     if options.output_dir is not None:

@@ -13,7 +13,7 @@ from hub.client import fetch_file, list_files
 from hub.disk import SOURCE, find_checkpoint, is_checkpoint, read
 from hub.errors import in_one_line
 from hub.gguf_models import find_stored
-from hub.prepare import canonical, roles
+from hub.prepare import canonical, choose_of_published, roles
 from hub.threads import Silent
 from model import ModelArgs
 from models import args_of_checkpoint, build_model, family_of_config
@@ -33,8 +33,8 @@ def describe_model(name: ModelName, revision: str | None = None) -> object:
     """Return a source of the model in the name's format: a checkpoint on disk, or a Described.
 
     The format's default is the published one. config.json alone is downloaded, if no format of the
-    model is on disk. Raises ValueError as `hub.prepare.prepare`, and for a GGUF file that is
-    not here.
+    model is on disk. Raises ValueError as `hub.prepare.prepare` does before it downloads weights,
+    and for a GGUF file that is not here.
     """
     if name.is_gguf:
         if found := find_stored(name):
@@ -45,6 +45,8 @@ def describe_model(name: ModelName, revision: str | None = None) -> object:
         return open_source(found)
     check_format(name)
     args, published = of_disk(name) or of_hub(name, revision)
+    packed = None if published == PLAIN else published
+    choose_of_published(name, args, packed, PLAIN, lambda *_: None)  # refuses what cannot be made
     wanted = name.format or published
     if wanted == PLAIN:
         format: dict = {"name": PLAIN}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from cli.generate_options import plan_lengths
 from cli.model_name import PLAIN, parse_model_name
 from cli.options import DEFAULT_CHAT_LENGTH, check_length
 from cli.report import in_bytes, in_tokens
@@ -22,14 +23,16 @@ from memory.advice import largest, size_text
 from memory.cards import HOST, Card, card_here, card_of_name, layer_seconds, token_seconds
 from memory.choice import Choice, Freedom, capacity_of, choose
 from memory.commands import generation_setup, server_setup
-from memory.plan import Memory, ModelSizes, Setup, reserve
+from memory.plan import Memory, ModelSizes, Setup, fit, reserve
 from models import args_of_checkpoint
 from offload.plan import OffloadPlan, make_plan
 from ops.plain.attention import BLOCK
 from parallel import process_group
 from runtime.kernel_choice import count_fused
-from runtime.memory import free_gpu_memory
+from runtime.memory import LEAST_CONTEXT, free_gpu_memory
 from runtime.weights import bytes_per_token
+
+UNLIMITED = Memory(1 << 60, 1 << 60)
 
 log = logging.getLogger("moe_fast")
 
@@ -124,8 +127,8 @@ def plan_of(
     """
     setup, sizes = choice.setup, choice.setup.sizes
     model, card, fused = sizes.model, place.card, 0
-    if card.gpu.runs_kernels and sizes.dtype.itemsize == 2 and kernels != "inductor":
-        fused = count_fused(model)
+    if card.gpu.runs_kernels and sizes.dtype.itemsize == 2:
+        fused = count_fused(model, kernels)
     experts, copied = None, 0
     if setup.offload:
         settings = replace(setup.offload, reserve=reserve(setup))
@@ -151,35 +154,47 @@ def longest_context(choice: Choice, memory: Memory) -> int:
 
 
 def place_of(options: argparse.Namespace, device: torch.device) -> Place | None:
-    """Return the card of --gpu, else the device's; None: a CPU. Raises ValueError as --gpu."""
+    """Return the card of --gpu, else the device's; None: a CPU. Raises ValueError as --gpu.
+
+    All ranks get the same memory, and so make the same plan.
+    """
     if options.gpu:
         card = card_of_name(options.gpu)
         return Place(card, Memory(card.memory, HOST), False)
     if device.type != "cuda":
         return None
     free = process_group.least(free_gpu_memory(device))
-    return Place(card_here(device), Memory(free, free_host_memory()), True)
+    return Place(card_here(device), Memory(free, process_group.share(free_host_memory)), True)
 
 
 def setup_of(options: argparse.Namespace, source) -> Setup:
     """Return what decides a session's memory before its prompts are known: that of a chat.
 
-    Raises ValueError for a --max_seq_len above the model's limit, or a draft model that is none.
+    Raises ValueError for a length above the model's limit, a draft model that is none, or settings
+    of offloading that fit no card.
     """
     limit = args_of_checkpoint(source).max_position
     check_length(options, limit)
+    options = argparse.Namespace(**vars(options))
     if hasattr(options, "max_batch"):
-        answers = {"max_batch": default_batch(options, "cuda")}
-        options, given = argparse.Namespace(**vars(options) | answers), options.max_batch
-        return server_setup(options, source, given or 1)
-    length = min(limit, options.max_seq_len or DEFAULT_CHAT_LENGTH)
+        given, options.max_batch = options.max_batch, default_batch(options, "cuda")
+        return check_possible(server_setup(options, source, given or 1))
+    least = plan_lengths(1, options, limit)  # sets --max_new_tokens
+    length = options.max_seq_len or max(min(limit, DEFAULT_CHAT_LENGTH), least)
     drafter = options.draft_checkpoint_path and open_source(options.draft_checkpoint_path)
     drafts = drafter or options.speculate not in (None, "off")
     batch = 1  # a chat has the positions of several short answers
     if options.max_seq_len and not (drafts or options.interactive):
         batch = min(options.num_samples, options.batch_size)
     setup = generation_setup(options, source, drafter, length, batch, length)
-    return replace(setup, longest=None)  # a prompt may fill any context that is tried
+    # A prompt may fill any context that is tried.
+    return check_possible(replace(setup, longest=None))
+
+
+def check_possible(setup: Setup) -> Setup:
+    """Return the setup. Raises ValueError if no card could have even its shortest session."""
+    fit(replace(setup, length=1), UNLIMITED)
+    return setup
 
 
 def is_open(options: argparse.Namespace) -> bool:
@@ -217,8 +232,7 @@ def settle(options: argparse.Namespace, device: torch.device, setup: Setup) -> i
     place = place_of(options, device)
     if place is None:
         return setup.length
-    may = freedom(options, setup)
-    choice = process_group.share(lambda: choose(setup, place.memory, may))
+    choice = choose(setup, place.memory, freedom(options, setup))
     if choice is None:
         return setup.length
     if choice.offload and not options.offload:
@@ -238,12 +252,12 @@ def dry_run(
 ) -> list[str]:
     """Return the lines of the plan. Raises ValueError if no session fits, or for a CPU.
 
-    find_source: returns a checkpoint, or what is known of the model; is called on rank 0.
+    find_source: returns a checkpoint, or what is known of the model; is called on all ranks.
     """
     place = place_of(options, device)
     if place is None:
         raise ValueError("--dry_run plans for a GPU, and there is none here: add --gpu NAME")
-    plan = process_group.share(lambda: plan_setup(options, place, setup_of(options, find_source())))
+    plan = plan_setup(options, place, setup_of(options, find_source()))
     return plan.lines(not options.eager)
 
 
@@ -252,7 +266,8 @@ def plan_setup(options: argparse.Namespace, place: Place, setup: Setup) -> Plan:
     name = name_of(options)
     choice = choose(setup, place.memory, freedom(options, setup, is_open(options)))
     if choice is None:
-        limiting = "max_seq_len", "gpu_memory", "gpu_experts", "max_batch", "draft_checkpoint_path"
+        limiting = ["max_seq_len", "gpu_memory", "gpu_experts", "max_batch", "max_new_tokens"]
+        limiting += ["draft_checkpoint_path", *["batch_size"] * (setup.batch > 1)]
         given = [f"--{name}" for name in limiting if vars(options).get(name)]
         others = f", or another {' and '.join(given)}" if given else ""
         raise ValueError(
@@ -260,7 +275,11 @@ def plan_setup(options: argparse.Namespace, place: Place, setup: Setup) -> Plan:
             f"and {in_bytes(place.memory.host)} of host memory: its weights take "
             f"{in_bytes(setup.sizes.weights)} as published; name a larger card{others}"
         )
-    return plan_of(name, place, choice, setup.sizes, options.decode_kernels)
+    plan = plan_of(name, place, choice, setup.sizes, options.decode_kernels)
+    if options.decode_kernels == "fused" and not plan.fused:
+        why = f"these kernels do not compute {name} in {plan.format} on {place.card.name}"
+        raise ValueError(f"--decode_kernels fused: {why}: use auto")
+    return plan
 
 
 def name_of(options: argparse.Namespace) -> str:
@@ -273,5 +292,8 @@ def freedom(options: argparse.Namespace, setup: Setup, formats: bool = False) ->
     single = setup.max_batch is None or setup.batch == 1  # a server that offloads has one answer
     can_pack = setup.sizes.format == {"name": PLAIN}
     chats = options.dry_run or getattr(options, "interactive", True)
-    context = chats and not options.max_seq_len
+    context = 0
+    if chats and not options.max_seq_len:
+        is_answer = vars(options).get("max_new_tokens") and not options.interactive
+        context = max(LEAST_CONTEXT, options.max_new_tokens + 1 if is_answer else 0)
     return Freedom(formats and can_pack, not fixed and single, context)

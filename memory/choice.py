@@ -14,7 +14,7 @@ from memory.advice import size_text
 from memory.plan import MARGIN, Memory, ModelSizes, Setup, fit
 from models import build_model
 from offload.plan import OffloadSettings
-from runtime.memory import LEAST_CONTEXT, Capacity
+from runtime.memory import Capacity
 
 # Formats that a model published in 16 bits is offered in, the best first. Those of FEW_BITS cost
 # perplexity (docs/formats.md), so experts in host memory come before them.
@@ -27,7 +27,7 @@ class Freedom(NamedTuple):
 
     formats: bool = False
     offload: bool = False
-    context: bool = False
+    context: int = 0  # the least tokens; 0: the context is given
 
 
 class Choice(NamedTuple):
@@ -70,8 +70,8 @@ def contexts(setup: Setup, may: Freedom) -> Iterator[int]:
     """Yield lengths to try: the wanted one, then, if it is free, halves of it."""
     wanted = setup.length or min(setup.sizes.args.max_position, DEFAULT_CHAT_LENGTH)
     yield wanted
-    while may.context and wanted > LEAST_CONTEXT:
-        wanted = max(LEAST_CONTEXT, wanted // 2)
+    while may.context and wanted > may.context:
+        wanted = max(may.context, wanted // 2)
         yield wanted
 
 

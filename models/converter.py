@@ -83,7 +83,8 @@ def weight_files(
         if not isinstance(weight_map, dict) or any(
             not file or Path(str(file)).name != file for file in weight_map.values()
         ):
-            raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
+            what = "has no weight_map from tensors to files beside it"
+            raise ValueError(f"{index} {what}; fetch it again")
         files = sorted(set(weight_map.values()))
     else:
         files = unindexed_files(names)

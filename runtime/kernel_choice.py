@@ -89,12 +89,13 @@ def why_not_auto(model: Transformer, device: torch.device) -> str | None:
     return why_not_fused(model, device) or why_never_ran(model)
 
 
-def count_fused(model: Transformer) -> int:
-    """Return in how many layers "auto" takes the fused kernels on a GPU that runs them.
+def count_fused(model: Transformer, kernels: str = "auto") -> int:
+    """Return in how many layers fused kernels run on a GPU that runs them.
 
-    model: it may be on the meta device.
+    model: it may be on the meta device. kernels: of KERNELS.
     """
-    if why_not_computed(model) or why_never_ran(model):
+    is_ready = kernels == "fused" or (kernels == "auto" and not why_never_ran(model))
+    if not is_ready or why_not_computed(model):
         return 0
     return len(fused_layers(model, fused_runner(model).make_layer))
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import multiprocessing
 import random
 import re
 from functools import partial
@@ -28,6 +29,7 @@ from memory.plan import GB, Memory, reserve
 from models import ARCHITECTURES, FAMILIES, args_of_checkpoint
 from models.random_weights import first_layers, number_format
 from ops import gpu
+from parallel import process_group
 from tests.plan_table import PAGE, block, written
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -131,6 +133,20 @@ def test_a_chats_context_is_shortened_last():
     assert choose(setup, memory, freedom(fixed, setup)) is None
 
 
+def test_a_context_is_not_shortened_below_the_answer_that_is_asked_for():
+    plain, short, long = (
+        parse("generate", "--model", "a/b", "--dry_run", "--gpu", "T4", *argv)
+        for argv in ((), ("--max_new_tokens", "100"), ("--max_new_tokens", "5000"))
+    )
+    mixtral = source("Mixtral-8x7B", layers=1)
+    setup = setup_of(plain, mixtral)
+    assert (setup.length, setup_of(long, mixtral).length) == (4096, 5001)
+    free = setup.sizes.weights + reserve(dataclasses.replace(setup, length=300))
+    for options, expected in ((plain, 256), (short, 256), (long, None)):
+        found = choose(setup, Memory(free, 0), freedom(options, setup))
+        assert (found and found.setup.length) == expected
+
+
 def test_each_choice_is_accepted_by_the_plan_and_is_not_worse_with_more_memory():
     rng = random.Random(5)
     order = ["bf16", *OURS, f"{OURS[-1]} offloaded", *FEW_BITS, f"{FEW_BITS[-1]} offloaded", None]
@@ -193,6 +209,7 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
     kernels = lines("--compile", "--decode_kernels", "inductor")[2]
     assert kernels.startswith("plan: Inductor's kernels; about ")
     assert "fused kernels in 8 of 8" in lines()[2]
+    assert lines("--decode_kernels", "fused") == lines("--compile_cache", "none") == lines()
     first, weights, _ = lines("--dtype", "fp32")
     assert first.endswith("the embedded model in fp32") and "35.7 MB of weights" in weights
     assert "17.9 MB of weights" in lines()[1]
@@ -208,6 +225,8 @@ def test_a_dry_run_plans_what_the_options_run(monkeypatch, capsys, hybrid_direct
 
 def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_directory, tmp_path):
     headed = "--checkpoint_path", str(hybrid_directory)
+    of_generate = {"--json", "--draft_checkpoint_path", "--max_new_tokens", "--list", "--remove"}
+    of_generate |= {"--draft_vocab"}
     for argv, message in (
         (("--max_seq_len", "9999"), "9999: the model was made for 4096 positions at most"),
         (("--speculate", "lookup", "--draft_tokens", "99"), "it must be from 1 to 15"),
@@ -215,10 +234,19 @@ def test_a_dry_run_refuses_what_a_run_refuses(monkeypatch, capsys, hybrid_direct
         (("--speculate", "mtp"), "has no head for multi-token prediction"),
         (("--draft_checkpoint_path", str(tmp_path / "none")), "is not a directory"),
         (("--json",), "--json is about an answer, and --dry_run has none"),
-        (("--offload", "--gpu_memory", "1MB"), "name a larger card, or another --gpu_memory"),
+        (("--offload", "--gpu_memory", "1MB"), "give at least 0.010GB"),
+        (("--offload", "--gpu_experts", "9"), "it must be from 2 (active) to 8 (all)"),
+        (("--offload", "--gpu_experts", "0"), "it must be from 2 (active) to 8 (all)"),
+        (("--speculate", "auto", "--draft_vocab", "9"), "has no head for multi-token prediction"),
+        (("--max_new_tokens", "4096"), "ask for at most 4095 with --max_new_tokens"),
+        (("--decode_kernels", "fused", "--dtype", "fp32"), "in fp32 on H100: use auto"),
+        (("--eager", "--decode_kernels", "fused"), "is about a compiled step: add --compile"),
+        (("--device", "cpu"), "--gpu and --device cpu: leave one of them out"),
+        (("--list",), "--dry_run prints a plan, and --list has none"),
+        (("--remove", "a/b", "--yes"), "--dry_run prints a plan, and --remove has none"),
     ):
         for module in (generate, serve):
-            if module is generate or not {"--json", "--draft_checkpoint_path"} & set(argv):
+            if module is generate or not of_generate & set(argv):
                 assert run_main(module, monkeypatch, "--dry_run", "--gpu", "H100", *argv) == 2
                 out, err = capsys.readouterr()
                 assert out == "" and message in err and err.count("\n") == 1
@@ -278,6 +306,32 @@ def test_the_chosen_format_is_downloaded_and_found_again(
         assert capsys.readouterr().out.strip().endswith("model_int8")
         hub.requests, asked = [], hub.requests
     assert not asked
+
+
+def share_as_ranks_do(monkeypatch) -> None:
+    """Let rank 0 send what it shares. While it makes that, it shares nothing else."""
+    shared, (end, other_end) = [], multiprocessing.Pipe()
+
+    def share(make):
+        assert not shared, "the other ranks do not come here"
+        shared.append(make)
+        end.send(make())
+        shared.pop()
+        return other_end.recv()
+
+    monkeypatch.setattr(process_group, "share", share)
+
+
+@pytest.mark.parametrize("module", (generate, serve))
+def test_several_ranks_make_one_plan(module, monkeypatch, capsys, directory):
+    share_as_ranks_do(monkeypatch)
+    for argv in ((), ("--checkpoint_path", str(directory))):
+        assert len(planned_lines(monkeypatch, capsys, *argv, module=module)) == 3
+    monkeypatch.setattr(card_plan, "free_gpu_memory", lambda device: 10 * GB)
+    monkeypatch.setattr(card_plan, "card_here", lambda device: sold("RTX 3080"))
+    options = parse("generate", "--model", "a/Qwen3-30B-A3B:int4", "--interactive")
+    setup = setup_of(options, source("Qwen3-30B-A3B", "int4", layers=1))
+    assert card_plan.settle(options, CUDA, setup) == 4096
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -407,13 +461,26 @@ def planned() -> list:
     ]
 
 
-@pytest.mark.parametrize(("name", "card"), planned())
-def test_a_published_model_has_a_plan_by_its_config_alone(name, card, monkeypatch):
-    """A config.json of tests/data/, or else a model's sizes, which its family lists."""
+def publish(monkeypatch, name: str) -> None:
+    """Let the Hub have a model's config.json."""
     config = json.dumps(PUBLISHED[name][1])
     files = SimpleNamespace(sizes={"config.json": len(config)})
     monkeypatch.setattr(describe, "list_files", lambda *_: files)
     monkeypatch.setattr(describe, "fetch_file", lambda _, f, to, __: (to / f).write_text(config))
+
+
+def test_a_format_that_a_quantized_model_cannot_be_had_in_has_no_plan(monkeypatch, tmp_path):
+    publish(monkeypatch, "gpt-oss-20b")
+    assert describe_model(ModelName("a/b", "mxfp4")).format["name"] == "mxfp4"
+    for format in ("int4", "bf16", "int8-mxfp4"):
+        with pytest.raises(ValueError, match=f"published in mxfp4, .* leave :{format} out"):
+            describe_model(ModelName("a/b", format))
+
+
+@pytest.mark.parametrize(("name", "card"), planned())
+def test_a_published_model_has_a_plan_by_its_config_alone(name, card, monkeypatch):
+    """A config.json of tests/data/, or else a model's sizes, which its family lists."""
+    publish(monkeypatch, name)
     options = parse("generate", "--model", f"a/{name}", "--dry_run", "--gpu", card)
     model = describe_model(ModelName(f"a/{name}"))
     billions = re.search(r"-(\d+(?:\.\d+)?)B(?=-A\d|$)", name)

@@ -10,6 +10,7 @@ import torch
 from cli.conversation import save_messages
 from cli.generate_options import build_parser, check_options
 from cli.routing_file import RoutingRecorder
+from cli.script_options import check_study, study_parser
 from generate import check_trace, run
 from runtime.loading import load_model
 from runtime.sampling import Sampling
@@ -82,3 +83,21 @@ def test_a_part_of_a_trace_is_refused(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     with pytest.raises(ValueError):
         check_trace(tmp_path / "none")
+
+
+def test_a_file_that_is_read_is_not_written(tmp_path):
+    """By whatever name."""
+    prompts, link = tmp_path / "prompts.txt", tmp_path / "link"
+    prompts.write_text("import os")
+    link.symlink_to(prompts)
+    for first, second in (
+        (("--prompts_file", prompts), ("--save_routing", link)),
+        (("--prompts_file", link), ("--profile", prompts)),
+        (("--profile", tmp_path / "x"), ("--save_routing", tmp_path / "." / "x")),
+    ):
+        given = build_parser().parse_args([str(part) for part in (*first, *second)])
+        with pytest.raises(ValueError, match=f"{first[0]} and {second[0]} are one file"):
+            check_options(given)
+    options = ["--text_file", str(prompts), "--profile", str(link)]
+    with pytest.raises(ValueError, match="--text_file and --profile are one file"):
+        check_study(study_parser().parse_args(options))
