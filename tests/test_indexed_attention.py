@@ -354,7 +354,7 @@ def test_several_sequences(sizes, no_compiler):
 def test_speculation(sizes):
     ids = prompt(11) * 4
     speculation = Speculation(Session(make_model(sizes), 256), 5)
-    assert list(speculation.stream(ids, 30, GREEDY)) == fresh_answer(sizes, ids, 30)
+    assert list(speculation.stream(ids, 12, GREEDY)) == fresh_answer(sizes, ids, 12)
     assert speculation.drafted > speculation.accepted
 
 
