@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("MKL_CBWR", "AVX2")
 # Clients of local servers need no certificates: reading all takes 25 ms a client, or httpx call.
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+os.environ.pop("SSL_CERT_FILE", None)  # would be read first
 
 import huggingface_hub
 import pytest
@@ -632,12 +633,12 @@ THINNED = {
     "test_greedy_tokens_match_transformers": 9,
     "test_layers_with_and_without_a_window_are_two_compiled_blocks": 2,
     "test_neighbors_never_change_an_answer": 5,
-    "test_perplexity_equals_one_window_per_token": 9,
+    "test_perplexity_equals_one_window_per_token": 17,
     "test_refused_drafts_are_not_taken_in": 3,
     "test_shards_are_all_of_the_weights": 6,
     "test_speculation_gives_the_tokens_of_plain_decoding": 2,
     "test_steps_between_layers_of_a_prompt_change_no_answer": 2,
-    "test_the_same_bits_and_the_copies_that_the_policy_predicts": 3,
+    "test_the_same_bits_and_the_copies_that_the_policy_predicts": 5,
     "test_verified_tokens_have_the_models_distribution": 4,
     "test_up_to_four_answers_share_passes": 7,
     "test_neighbors_come_and_go_between_passes": 11,
@@ -650,8 +651,8 @@ THINNED = {
     "test_offloading_gives_the_same_text_and_is_counted": 3,
     "test_an_odd_header": 3,
     "test_a_stream_adds_up_to_the_whole_message": 2,
-    "test_drafts_are_those_of_transformers": 2,
-    "test_a_head_is_quantized_as_its_model_is": 2,
+    "test_drafts_are_those_of_transformers": 4,
+    "test_a_head_is_quantized_as_its_model_is": 4,
     "test_steps_without_drafts_between_accepted_drafts": 4,
     "test_the_same_logits_whoever_multiplies": 4,
     "test_logits_and_text_of_a_file_of_mixed_types_match_transformers": 4,
@@ -666,7 +667,7 @@ THINNED = {
     "test_a_prefix_is_reused": 2,
     "test_decoding": 3,
     "test_refused_drafts_leave_no_trace": 3,
-    "test_published_models_have_kernels_in_every_format": 3,
+    "test_published_models_have_kernels_in_every_format": 5,
     "test_shards_have_the_kernels_of_the_whole_model": 4,
     "test_logits_of_a_plain_file_match_transformers": 2,
     "test_what_a_quantized_checkpoint_holds": 3,
@@ -679,7 +680,7 @@ THINNED = {
     "test_the_controller_changes_no_greedy_text": 2,
     "test_lost_states_cost_nothing_but_drafts": 2,
     "test_computing_logits_in_parts_does_not_change_scores": 11,
-    "test_a_plan_fits_and_is_not_much_too_small": 2,
+    "test_a_plan_fits_and_is_not_much_too_small": 5,
     "test_families_with_scales_and_sigmoid_routing_keep_their_bits": 2,
 }
 # One family of each kind of layers: windows, a dense layer beside experts, delta rules, streams and
@@ -700,6 +701,8 @@ OF_EACH_KIND = {
     "test_last_gives_the_logits_of_that_position_only",
     "test_everything_moves_with_a_model",
     "test_bits_per_weight",
+    "test_both_expert_paths_agree",
+    "test_no_place_differs_in_any_family",
 }
 
 

@@ -131,7 +131,7 @@ def test_a_batch(case, file_of):
     assert run_batch(batch, requests, [0, 3, 5]) == file.answers
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", SLOW)
 def test_a_prefix_that_is_used_again(case, file_of):
     """The second prompt is the first with its answer, and more."""
     file = file_of(case)
