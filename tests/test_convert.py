@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import hub_keys
+from conftest import hub_keys, smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
