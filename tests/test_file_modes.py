@@ -104,7 +104,7 @@ class File:
             self.path = convert(directory, folder / "model", "fp32", progress=False)
         tokenizer = load_tokenizer(ROOT / "checkpoints" / name)
         self.prompts = [tokenizer.encode(text) for text in TEXTS]
-        self.model = self.load()  # of the eager answers
+        self.model = self.load()  # computes the eager answers
         self.answers = [self.answer(ids) for ids in self.prompts]
         self.text = tokenizer.decode(self.answers[0])
 
