@@ -59,7 +59,7 @@ def check(family: str, format: str, **tokens) -> None:
 
 def test_experts_and_gqa_of_one_token():
     """Dense products, attention, norm with the router's scores, the choice, experts."""
-    check("qwen3_moe", FORMAT)
+    check("qwen3_moe", FORMAT, intermediate=32)
 
 
 def test_experts_of_three_tokens():
@@ -67,12 +67,13 @@ def test_experts_of_three_tokens():
 
     Each range of wqkv's rows is a launch of its own, into one result.
     """
-    check("qwen3_moe", FORMAT, queries=3, last=[1], ratios=(0,), ranges=True)
+    sizes = dict(queries=3, last=[1], intermediate=32)
+    check("qwen3_moe", FORMAT, ratios=(0,), ranges=True, **sizes)
 
 
 def test_mla_of_two_sequences():
     """One token of each: attention takes them as it takes one, products as several tokens."""
-    check("glm4_moe_lite", FORMAT, batch=2, ratios=(99,), n_active=1)
+    check("glm4_moe_lite", FORMAT, batch=2, ratios=(99,), n_active=1, intermediate=32)
 
 
 def test_the_delta_rule_of_two_sequences():
@@ -267,17 +268,20 @@ def test_pairs_are_combined_where_they_are_added(shared):
     ("format", "tile", "activation"),
     (
         ("int4", PromptTile(64, 64, 128, 4, near=2), None),  # half of a word of scales a step
-        ("int4", PromptTile(16, 64, 256, 4), None),  # whole words
+        # Whole words.
+        pytest.param("int4", PromptTile(16, 64, 256, 4), None, marks=pytest.mark.slow),
         # 41 rows: 32 and 9 more, and others that have one tile, or none.
         ("int4", PromptTile(32, 64, 128, 4, tail=16, merged=True), SWIGLU),
         ("q4_k", PromptTile(16, 64, 128, 4, tail=16, merged=True), None),  # too few to merge
         ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
         ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
-        ("q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU),
+        pytest.param(
+            "q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU, marks=pytest.mark.slow
+        ),
         ("q5_k", PromptTile(64, 64, 256, 4), None),  # a word of four words' bits above
         ("q6_k", PromptTile(32, 64, 128, 4, tail=16), None),
         ("iq4_xs", PromptTile(16, 64, 256, 4), None),  # words of four scales
-        ("q5_1", PromptTile(16, 64, 128, 4), None),
+        pytest.param("q5_1", PromptTile(16, 64, 128, 4), None, marks=pytest.mark.slow),
         ("q8_0", PromptTile(16, 64, 64, 4), None),
         ("nvfp4", PromptTile(16, 64, 128, 4), None),
         pytest.param("int8", PromptTile(64, 64, 128, 4), RELU_SQUARED, marks=pytest.mark.slow),
