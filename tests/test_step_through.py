@@ -275,9 +275,7 @@ def test_pairs_are_combined_where_they_are_added(shared):
         ("q4_k", PromptTile(16, 64, 128, 4, tail=16, merged=True), None),  # too few to merge
         ("mxfp4", PromptTile(32, 32, 128, 4, near=3, tail=16), Activation("clamped", 7.0, 1.7)),
         ("plain", PromptTile(16, 32, 64, 4, near=1), SWIGLU),
-        pytest.param(
-            "q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU, marks=pytest.mark.slow
-        ),
+        pytest.param("q4_k", PromptTile(32, 64, 128, 4, tail=16), SWIGLU, marks=pytest.mark.slow),
         ("q5_k", PromptTile(64, 64, 256, 4), None),  # a word of four words' bits above
         ("q6_k", PromptTile(32, 64, 128, 4, tail=16), None),
         ("iq4_xs", PromptTile(16, 64, 256, 4), None),  # words of four scales
