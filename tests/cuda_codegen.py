@@ -317,7 +317,7 @@ Case = tuple[str, Callable, tuple]
 def plain_cases(arch: str) -> Iterator[Case]:
     """Yield the cases of one architecture with plain weights."""
     args = first_layers(ARCHITECTURES[arch], 1)
-    for case in (experts, library_products, early_reader, sampling):
+    for case in (experts, library_products, early_reader):
         yield f"{arch} {case.__name__}", case, (args,)
     for count in (0, args.vocab_size):
         yield f"{arch} sampling {count and 'all'}", sampling, (args, count)
@@ -342,7 +342,7 @@ def latent_cases(arch: str, layers: int, *caches: type[KVCache]) -> Iterator[Cas
 
 
 # One format of each way to multiply.
-QUICK_FORMATS = "int8", "fp8", "fp8b", "int4", "hqq4", "mxfp4", "q4_k", "q6_k"
+QUICK_FORMATS = "int8", "int4", "fp8b", "mxfp4", "hqq4", "q6_k", "q4_k"
 
 
 def quick_cases() -> Iterator[Case]:
@@ -384,6 +384,7 @@ def slow_cases() -> Iterator[Case]:
     for row, arch in enumerate(ARCHES):
         args = first_layers(ARCHITECTURES[arch], 1)
         yield f"{arch} block CopiedKVCache", block, (args, 1024, CopiedKVCache)
+        yield f"{arch} sampling", sampling, (args,)
         quick = QUICK_FORMATS[row::2]
         yield from packed_cases(arch, (name for name in FORMATS if name not in quick))
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import smoke_diagonal
-from test_sequence_state import KINDS, make_model
+from test_sequence_state import EACH_KIND, KINDS, make_model
 from test_session import as_if_captured
 
 from runtime.batch import SHARED_CHUNK, STEPPED_PROMPT, Batch, step_sizes
@@ -87,14 +86,14 @@ def random_requests(seed: int, count: int) -> tuple[list[tuple], list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_neighbors_never_change_an_answer(kind, seed):
     requests, arrivals = random_requests(seed, 14)
     session = make_session(kind, rows=5, prefill_chunk=(7, 64)[seed % 2])
     assert run(Batch(session, 3), requests, arrivals) == answers_alone(kind, requests)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_steps_between_layers_of_a_prompt_change_no_answer(kind, monkeypatch):
     monkeypatch.setattr("runtime.batch.STEP_EVERY", 1)
     requests, arrivals = random_requests(11, 14)
@@ -132,7 +131,7 @@ def replays_take(monkeypatch):
     return set_seconds
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_prompts_alone_take_graphs_of_all_positions(kind, replays_take):
     """As on a GPU, in row 0. Beside others, a prompt is interrupted: these graphs take too long."""
     requests = [([7 * n % 60 for n in range(k)], 4, GREEDY) for k in (10, 14, 30)]
@@ -151,7 +150,8 @@ def test_prompts_alone_take_graphs_of_all_positions(kind, replays_take):
     assert run(batch, requests[::-1], [0, 1, 2, 3]) == answers_alone(kind, requests[::-1])
 
 
-@pytest.mark.parametrize(("kind", "seconds"), smoke_diagonal(KINDS, (0.001, 0.02)))
+@pytest.mark.parametrize("seconds", (0.001, 0.02))
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_prompts_beside_others_take_graphs_that_are_brief(kind, seconds, replays_take, monkeypatch):
     """In row 0: the sequence that runs there moves. Longer ones run in chunks of such a graph."""
     replays_take(seconds)
@@ -178,7 +178,7 @@ def test_prompts_beside_others_take_graphs_that_are_brief(kind, seconds, replays
     assert graphs.keys == [(16, "anywhere", False)] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_a_prompt_captured_ahead_changes_no_row(kind, replays_take):
     """Conversations go on in their rows, the first one among them; the last prompt ran beside."""
     requests, _ = random_requests(14, 4)
@@ -220,7 +220,7 @@ def test_a_watched_prompt_is_captured_when_a_server_has_nothing_to_do(replays_ta
     assert graphs.keys == expected and not session.left
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_short_prompts_alone_take_the_graph_of_row_0(kind, monkeypatch):
     """As on a GPU, whatever row their sequence had before."""
     requests, _ = random_requests(13, 5)
@@ -312,7 +312,7 @@ def test_as_many_conversations_as_rows_stay_warm():
     assert ask(batch, talks[1])[1] == 0  # the fifth conversation took the oldest one's row
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_prompts_with_a_common_beginning_share_its_work(kind):
     batch = Batch(make_session(kind, rows=4))
     session = batch.session
@@ -326,7 +326,7 @@ def test_prompts_with_a_common_beginning_share_its_work(kind):
     assert len({tuple(answer) for answer in expected}) > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_short_prompts_run_in_the_steps_of_others(kind, monkeypatch):
     """No prompt is computed by itself, but that of a grammar or of edited logits."""
     requests = [([n, 7, 5 * n + 1][: 1 + n % 3], 9, SAMPLINGS[n % 3]) for n in range(6)]
@@ -375,7 +375,7 @@ def test_only_a_prompt_alone_runs_in_long_chunks(monkeypatch):
     assert sizes == [8 * SHARED_CHUNK, SHARED_CHUNK]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_prepare_runs_chunks_of_prompts_and_forgets_them(kind, monkeypatch):
     """The second chunk reads the first one's cache: no request is the first to do that."""
     session, calls = make_session(kind, rows=2), []

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, smoke_diagonal
+from conftest import FAMILIES
 from test_auto_speculation import AnyNumber
 from test_batch import GREEDY, SAMPLINGS, answers_alone, make_session, random_requests, run
-from test_sequence_state import KINDS
+from test_sequence_state import EACH_KIND
 from test_session import as_if_captured
 from test_speculate import chi_square, exact_answers, small_model
 
@@ -109,7 +109,7 @@ def with_drafts(requests: list[tuple]) -> list[tuple]:
 
 @pytest.mark.parametrize("overlaps", (False, True))
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_neighbors_come_and_go_between_passes(kind, seed, overlaps):
     """A neighbor begins right after a pass with accepted drafts: the next step is plain."""
     requests, arrivals = random_requests(seed, 14)
@@ -126,7 +126,8 @@ def test_neighbors_come_and_go_between_passes(kind, seed, overlaps):
     assert min(batch.speculation.control.seen[name] for name in OUTCOMES) > 0
 
 
-@pytest.mark.parametrize(("kind", "overlaps"), smoke_diagonal(KINDS, (False, True)))
+@pytest.mark.parametrize("overlaps", (False, True))
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_neighbors_prompts_take_graphs_between_passes(kind, overlaps, monkeypatch):
     """As on a GPU, where graphs are brief: the sequence that has passes leaves row 0."""
     monkeypatch.setattr("runtime.session_prompts.seconds_of", lambda *_: 0.001)
@@ -171,7 +172,7 @@ PLAIN_WAYS = (  # sampled answers have a seed, and so no drafts; greedy ones bes
 
 @pytest.mark.parametrize("overlaps", (False, True))
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_up_to_four_answers_share_passes(kind, seed, overlaps):
     """They begin and end at any time, within passes too; each has its own number of drafts."""
     rng = random.Random(seed)
@@ -266,6 +267,7 @@ def test_the_time_of_a_pass_has_no_prompt_and_no_idle_time(monkeypatch):
     assert len(seconds) > 20 and max(seconds) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ("oracle", "lookup"))
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
@@ -292,7 +294,7 @@ def test_every_recurrent_family(name, rows, source, make_family):
 
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("name", ("mixtral", *RECURRENT))
+@pytest.mark.parametrize("name", (*RECURRENT, "mixtral"))
 def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
     """Positions are on the device; a pass of three answers has four rows, of which one is idle."""
     if not compiled:
@@ -491,10 +493,7 @@ def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
     return batch
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.slow if k in ("int8", "latent") else ()) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_passes_are_captured_between_answers(kind, no_compiler, caplog):
     """An answer has as many drafts as are there; it never waits for a pass to be captured."""
     caplog.set_level("INFO", "moe_fast")
@@ -642,13 +641,13 @@ def test_a_head_drafts_for_one_sequence(count, hybrid_directory):
     for n in range(6):
         ids = texts[n // 2 % 2]
         plain.reset()
-        answer = list(plain.stream(ids, 14, GREEDY))
-        request = (ids, 14, GREEDY, False, None, n % 3 != 1)
+        answer = list(plain.stream(ids, 10, GREEDY))
+        request = (ids, 10, GREEDY, False, None, n % 3 != 1)
         sequence, found = batch.start(*request), []
         while batch.count:
             batch.prefill()
             found += [token.token for token in batch.step()]
-            if len(found) == 14:
+            if len(found) == 10:
                 batch.end(sequence)
         assert found == answer
         accepted += sequence.accepted

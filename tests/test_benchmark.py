@@ -467,7 +467,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", (*ARCHITECTURES, *VARIANTS))
+def quick_names() -> set[str]:
+    """Return the variants, and one model of each family."""
+    return {*VARIANTS, *{args.family: name for name, args in ARCHITECTURES.items()}.values()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in quick_names() else pytest.mark.slow)
+        for name in (*ARCHITECTURES, *VARIANTS)
+    ],
+)
 def test_the_peers_config_gives_our_args_back(name):
     config = CONFIGS.get(name) or VARIANTS[name]
     args = args_from_hf(config)

@@ -550,7 +550,9 @@ def send(child: pexpect.spawn, line: str) -> str:
     return child.before
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+@pytest.mark.parametrize(
+    "number", (signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow))
+)
 def test_a_signal_ends_a_chat_that_waits_for_a_message(number, start):
     """Ctrl-C drops the message alone."""
     child = start()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import hub_keys
+from conftest import hub_keys, smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -448,8 +448,7 @@ def tree(directory: Path) -> dict:
 # Conversion ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "layout"), smoke_diagonal(CONFIGS, LAYOUTS))
 def test_every_family_in_every_layout(models, tmp_path, name, layout):
     model = models[name]
     size = "1GB" if layout == "one file" else "12KB"

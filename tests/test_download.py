@@ -550,7 +550,7 @@ def test_prepare_checks_its_arguments(hub, tmp_path, arguments, message):
 
 @pytest.mark.parametrize(
     "format",  # of this project, which a mode names, and of llama.cpp
-    (pytest.param("uint4", marks=pytest.mark.slow), "nvfp4", "q4_k"),
+    (*(pytest.param(n, marks=pytest.mark.slow) for n in ("uint4", "nvfp4")), "q4_k"),
 )
 def test_prepare_takes_every_format_of_generate(hub, tmp_path, format):
     """Until the Hub, which has no such model."""

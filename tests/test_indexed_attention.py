@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import smoke_diagonal
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
@@ -170,8 +171,11 @@ def test_a_prompt_in_chunks(sizes, parts):
     assert_close(torch.cat(found, dim=1), peers.expect(x))
 
 
-@pytest.mark.parametrize("length", (64, 320))
-@pytest.mark.parametrize("queries", (1, 3, 16))
+@pytest.mark.parametrize(
+    ("sizes", "queries", "length"),
+    smoke_diagonal(INDEXES, (1, 3, 16), (64, 320), also=[(INDEXES[2], 1, 320)]),
+    ids=lambda value: None if isinstance(value, int) else f"{value.budget}of{value.ratio}",
+)
 def test_steps_of_one_token_and_of_several(sizes, queries, length):
     """Over a cache whose chosen blocks are gathered, and over one that is read as a whole."""
     x = inputs(61)
@@ -354,7 +358,7 @@ def test_several_sequences(sizes, no_compiler):
 def test_speculation(sizes):
     ids = prompt(11) * 4
     speculation = Speculation(Session(make_model(sizes), 256), 5)
-    assert list(speculation.stream(ids, 30, GREEDY)) == fresh_answer(sizes, ids, 30)
+    assert list(speculation.stream(ids, 12, GREEDY)) == fresh_answer(sizes, ids, 12)
     assert speculation.drafted > speculation.accepted
 
 

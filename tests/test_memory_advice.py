@@ -249,9 +249,7 @@ def check_least_change(plan, case: Case, texts: list[str]) -> None:
 
 def test_memory_that_is_short_on_both_sides(plan):
     """A model with a table in host memory: more of one alone would not do."""
-    case = Case(
-        "Qwen3.8-Flash-Next", "int4", "generate", ("--max_seq_len", "512"), 1, 16, layers=None
-    )
+    case = Case("Qwen3.8-Flash-Next", "int4", "generate", ("--max_seq_len", "512"), 1, 16)
     messages = []
 
     def noting(case: Case) -> str | None:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -387,13 +388,17 @@ def test_top_k_is_topk(data, E, T):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**20)))
     scores = torch.randn(T, E, generator=generator)
     scores *= data.draw(st.sampled_from((1e-30, 1.0, 1e30)))
-    values, indices = top_k(scores, k)
     want = scores.topk(k)
-    assert torch.equal(torch.cat(values, dim=-1), want.values)
-    assert torch.equal(indices, want.indices)
+    for compiled in (False, True):  # a sort, then what a GPU runs
+        with mock.patch("torch.compiler.is_compiling", return_value=compiled):
+            values, indices = top_k(scores, k)
+        assert torch.equal(torch.cat(values, dim=-1), want.values)
+        assert torch.equal(indices, want.indices) and indices.is_contiguous()
 
 
-def test_top_k_breaks_ties_by_the_lowest_index():
+@pytest.mark.parametrize("compiled", (False, True))
+def test_top_k_breaks_ties_by_the_lowest_index(compiled, monkeypatch):
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: compiled)
     for score in (0.2, 0.0, -3.0):
         assert top_k(torch.full((1, 5), score), 3)[1].tolist() == [[0, 1, 2]]
 

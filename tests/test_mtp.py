@@ -393,11 +393,11 @@ def test_lost_states_cost_nothing_but_drafts(name, make_headed, plain, monkeypat
     speculation = speculate(make_headed(name).directory, 3)
     limits = 3, *[0] * 30, 3, 3
     for sampling in (GREEDY, Sampling(seed=5)):
-        answer = plain(PROMPT, 60, name, sampling)
+        answer = plain(PROMPT, 45, name, sampling)
         speculation.reset()
         speculation.drafter = Oracle(speculation.drafter, PROMPT + answer, limits)
-        found = list(speculation.stream(PROMPT, 60, sampling))
-        assert len(found) == 60 and (found == answer or sampling is not GREEDY)
+        found = list(speculation.stream(PROMPT, 45, sampling))
+        assert len(found) == 45 and (found == answer or sampling is not GREEDY)
         ids = [*PROMPT, *found[:40], 7, 9]
         assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9, name)
         speculation.drafter = speculation.drafter.drafter
@@ -412,7 +412,7 @@ def test_a_session_and_its_head_take_turns(name, make_headed, plain):
     expected = plain(PROMPT, 48, name)
     assert first + second + list(speculation.stream(ids, 9, GREEDY)) == expected
     speculation.reset()
-    for taken in (1, 2, 6, 7):  # a reader stops within a pass
+    for taken in (2, 7):  # a reader stops within a pass
         stream = speculation.stream(PROMPT, 20, GREEDY)
         answer = list(itertools.islice(stream, taken))
         stream.close()
@@ -420,7 +420,7 @@ def test_a_session_and_its_head_take_turns(name, make_headed, plain):
         assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9, name)
 
 
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (pytest.param(False, marks=pytest.mark.slow), True))
 def test_a_session_is_used_to_its_last_position(no_compiler, make_headed, plain, compiled):
     """112 positions and 16 spare ones are the cache's 128."""
     directory = make_headed("glm4_moe").directory

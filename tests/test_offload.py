@@ -657,17 +657,11 @@ def test_the_device_cache_equals_the_hosts():
         assert (misses > 0) == (left > 0) == (slots < 7)
 
 
-def test_kernels_of_paging_and_of_the_cpus_share():
-    """In Triton's interpreter, beside plain PyTorch."""
-    found = run_without_gpu("offload_without_gpu.py", given={}, TRITON_INTERPRET="1")
-    assert found["placed"] == found["asked"] == 0
-
-
 @pytest.mark.slow
 def test_fused_layers_over_slots():
     """A shared expert, biases, a dense FFN beside the experts, each activation, several tokens.
 
-    Logits in fp16 beside those of resident experts.
+    Logits in fp16 beside those of resident experts. tests/test_step_through.py has the kernels.
     """
     models = [["qwen2_moe", "int4"], ["gpt_oss", "mxfp4"], ["kolibri1", "int4"]]
     models += [["gemma4_text", "int8"], ["nemotron_h", "int8"]]

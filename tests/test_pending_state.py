@@ -17,7 +17,10 @@ from runtime.speculation import Speculation
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(params=("qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear", "qwen4_exp"))
+ANOTHER = pytest.param("granitemoehybrid", marks=pytest.mark.slow)  # Mamba-2, as Nemotron has
+
+
+@pytest.fixture(params=("qwen3_next", "nemotron_h", ANOTHER, "kimi_linear", "qwen4_exp"))
 def made(request, make_family):
     return make_family(request.param)
 

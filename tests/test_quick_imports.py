@@ -91,10 +91,20 @@ def test_models_and_caches_are_planned_without_the_kernels_of_the_meta_device(tm
     run(PLAN, str(tmp_path))
 
 
-def test_what_needs_the_kernels_of_the_meta_device_imports_them(tmp_path):
+NEEDED_QUICKLY = "torch._dynamo"  # which imports the others
+OTHERS = sorted(NEED_KERNELS - {"torch._inductor", NEEDED_QUICKLY})
+
+
+@pytest.mark.parametrize(
+    "names",
+    (
+        pytest.param((NEEDED_QUICKLY,), id="quick"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
+    ),
+)
+def test_what_needs_the_kernels_of_the_meta_device_imports_them(tmp_path, names):
     """Modules of PyTorch, and arithmetic of this project."""
     code = "from models import import_meta_kernels as need\nneed()"
-    names = sorted(NEED_KERNELS - {"torch._inductor"})
     run(NEED, str(tmp_path), *names, f"torch._decomp:{code}")
 
 

@@ -87,10 +87,10 @@ def test_prompts_with_ends_of_texts_match_transformers(make_family, model, lengt
 
 
 def test_a_long_prompt_token_by_token(make_family, model):
-    tokens = prompt(150)
+    tokens = prompt(80)
     want = make_family("qwen4_exp").peer(tokens).logits
-    model.setup_cache(1, 192)
-    steps = [model(tokens[:, n : n + 1], torch.tensor([[n]])) for n in range(150)]
+    model.setup_cache(1, 128)
+    steps = [model(tokens[:, n : n + 1], torch.tensor([[n]])) for n in range(80)]
     torch.testing.assert_close(torch.stack(steps, dim=1), want, rtol=0, atol=1e-4)
 
 

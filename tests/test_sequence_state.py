@@ -95,12 +95,12 @@ class RecurrentLayer(nn.Module):
         return self.wo(self.state.append(self.wv(x), context))
 
 
-SIZES = dict(dim=32, n_layer=3, n_head=4, intermediate=24, n_expert=6, n_active=2)
+SIZES = dict(dim=32, n_layer=2, n_head=4, intermediate=24, n_expert=6, n_active=2)
 SIZES |= dict(vocab_size=64, max_position=4096)
 
 
 def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:
-    """Replace the middle layer, and draw all weights."""
+    """Replace the last layer, and draw all weights."""
     model.layers[1].attention = RecurrentLayer(model.args)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -113,7 +113,7 @@ def with_recurrence(model: Transformer, seed: int = 0) -> Transformer:
 
 
 def make_model(kind: str = "plain", seed: int = 0) -> Transformer:
-    if kind == "latent":
+    if kind.startswith("latent"):
         latent = dict(n_kv_head=1, head_dim=16, rotary_dim=8, kv_rank=16, value_dim=8)
         args = LatentArgs("deepseek_v2", **SIZES, **latent)
         return with_recurrence(LatentTransformer(args), seed)
@@ -122,16 +122,20 @@ def make_model(kind: str = "plain", seed: int = 0) -> Transformer:
 
 
 KINDS = {"plain": KVCache, "int8": Int8KVCache, "latent": KVCache, "latent-int8": Int8KVCache}
+# `make test` runs each attention and each cache, `make test-all` all combinations.
+EACH_KIND = [
+    pytest.param(kind, marks=pytest.mark.slow if kind in ("int8", "latent") else ())
+    for kind in KINDS
+]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=EACH_KIND)
 def kind(request) -> str:
     return request.param
 
 
 def open_session(kind: str, **options) -> Session:
-    model = make_model(kind.split("-")[0])
-    return Session(model, 128, SessionOptions(cache_class=KINDS[kind], **options))
+    return Session(make_model(kind), 128, SessionOptions(cache_class=KINDS[kind], **options))
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -534,15 +534,14 @@ PERSON = {
 @pytest.mark.parametrize("temperature", (0, 0.8))
 def test_answers_follow_a_json_schema(running, temperature):
     schema = {"name": "person", "schema": PERSON, "strict": True}
-    for seed in range(2 if temperature else 1):
-        found = running.chat(
-            max_tokens=200,
-            temperature=temperature,
-            seed=seed,
-            response_format={"type": "json_schema", "json_schema": schema},
-        ).choices[0]
-        assert found.finish_reason == "stop"
-        jsonschema.validate(json.loads(found.message.content), PERSON)
+    found = running.chat(
+        max_tokens=200,
+        temperature=temperature,
+        seed=0,
+        response_format={"type": "json_schema", "json_schema": schema},
+    ).choices[0]
+    assert found.finish_reason == "stop"
+    jsonschema.validate(json.loads(found.message.content), PERSON)
 
 
 def test_formats_of_neighbors_differ(running, alone):
@@ -1109,6 +1108,7 @@ def test_a_server_that_cannot_tokenize_says_so(start):
     directory, running.pool.directory = running.pool.directory, Path("/gone")
     for process in running.pool.processes:
         os.killpg(process.pid, signal.SIGKILL)
+    wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 503)  # they have ended
     health = httpx.get(f"{running.url}/health")
     assert health.status_code == 503 and "/gone" in health.json()["reason"]
     bodies = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}

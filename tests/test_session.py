@@ -305,15 +305,7 @@ def eager_backend(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        # A window; latent attention.
-        pytest.param(name, marks=() if name in ("mixtral", "deepseek_v3") else pytest.mark.slow)
-        for name in FAMILIES
-    ],
-    indirect=True,
-)
+@pytest.mark.slow
 def test_another_length_does_not_recompile(family, eager_backend):
     """By Dynamo's own counts."""
     model = load_model(family.directory, "cpu")

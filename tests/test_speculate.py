@@ -143,7 +143,9 @@ def test_refused_drafts_in_the_cache_are_never_read(no_compiler, make, plain, co
 # Ends ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ("lookup", "twin", "other"))
+@pytest.mark.parametrize(
+    "source", ("lookup", "twin", pytest.param("other", marks=pytest.mark.slow))
+)
 def test_an_answer_may_end_within_accepted_drafts(make, plain, source):
     """No token too many; the next turn reuses the cache and is as if from nothing."""
     speculation = make(source, 5)
@@ -180,8 +182,9 @@ def test_a_session_and_its_speculation_take_turns(make, plain, source):
     assert first + second + list(speculation.stream(ids, 9, GREEDY)) == plain(PROMPT, 27)
 
 
-@pytest.mark.parametrize("source", ("lookup", "twin", "other"))
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize(
+    ("compiled", "source"), smoke_diagonal((False, True), ("lookup", "twin", "other"))
+)
 def test_a_session_is_used_to_its_last_position(no_compiler, make, plain, source, compiled):
     """112 positions and 16 spare ones are the cache's 128; 15 drafts past the last fill them."""
     speculation = make(source, 15, length=112, compile=compiled)
@@ -547,7 +550,7 @@ def test_the_command_speculates(command):
 def test_the_command_speculates_by_itself(command):
     """By default, and with a draft model: the text of plain decoding, and the counts of passes."""
     prompt = TEXT * 3 + "def read(path):\n"
-    common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "40", "--ignore_eos"
+    common = "--prompt", prompt, "--temperature", "0", "--max_new_tokens", "24", "--ignore_eos"
     _, expected, _ = command(*common, "--speculate", "off")
     draft = "--draft_checkpoint_path", str(generate.embedded_checkpoint())
     for options in ((), ("--speculate", "auto", *draft)):
@@ -556,7 +559,7 @@ def test_the_command_speculates_by_itself(command):
         found = result["speculation"]
         assert result["text"] + "\n" == expected and result["gb_s"] is None
         assert 0 < found["accepted"] <= found["drafted"]
-        assert found["tokens_per_pass"] == 39 / found["passes"] > 1
+        assert found["tokens_per_pass"] == 23 / found["passes"] > 1
     few = json.loads(command(*common, *draft, "--draft_vocab", "500", "--json")[1])
     assert few["text"] + "\n" == expected
     assert few["speculation"]["tokens_per_pass"] < 5  # with all tokens every draft is accepted
@@ -663,7 +666,7 @@ def test_a_stop_text_within_accepted_drafts(command):
     draft = "--draft_checkpoint_path", str(generate.embedded_checkpoint()), "--draft_tokens", "7"
     common = "--prompt", TEXT, "--temperature", "0", "--max_new_tokens", "40"
     _, expected, _ = command(*common)
-    for stop in sorted({expected[at : at + 3] for at in range(2, 40, 10)}):
+    for stop in sorted({expected[at : at + 3] for at in (2, 21)}):
         text = command(*common, *draft, "--stop", stop)[1]
         assert text == expected[: expected.index(stop)] + "\n"
     prompt = "if __name__ == '__main__':\n    main()\n"
@@ -674,7 +677,7 @@ def test_a_stop_text_within_accepted_drafts(command):
 
 
 def test_a_chat_continues_from_the_cache(command):
-    common = "--interactive", "--temperature", "0", "--max_new_tokens", "12"
+    common = "--interactive", "--temperature", "0", "--max_new_tokens", "8"
     lines = "import os\nimport sys\ndef main(\n/reset\nimport os\n/exit\n"
     _, expected, plain = command(*common, "--speculate", "off", text=lines)
     for options in (*drafts_of_each_kind(), ()):

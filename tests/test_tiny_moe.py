@@ -95,7 +95,7 @@ def test_heldout_text_is_the_listed_modules():
 
 
 @pytest.mark.parametrize(
-    ("size", "stated"), ((8_000, 1.0491), pytest.param(None, None, marks=pytest.mark.slow))
+    ("size", "stated"), ((4_000, 1.3017), pytest.param(None, None, marks=pytest.mark.slow))
 )
 def test_it_is_trained_and_its_experts_are_balanced(size, stated, directory):
     """Bits per byte of the held-out text (slow: all of it), and the load of every expert."""

@@ -785,7 +785,7 @@ def test_other_ranks_experts_count_nothing(monkeypatch):
 
 # Commands -----------------------------------------------------------------------------------------
 
-ANSWER = "--max_new_tokens", "40", "--temperature", "0", "--dtype", "fp32", "--device", "cpu"
+ANSWER = "--max_new_tokens", "16", "--temperature", "0", "--dtype", "fp32", "--device", "cpu"
 ANSWER += ("--ignore_eos",)
 LONG_ANSWER = *ANSWER[2:], "--max_new_tokens", "2000"
 
@@ -843,7 +843,7 @@ def test_two_ranks_give_the_same_text_and_only_rank_0_prints(start, monkeypatch,
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert out == capsys.readouterr().out
-    assert errors.count("40 new tokens") == errors.count("tensor parallel on 2 ranks") == 1
+    assert errors.count("16 new tokens") == errors.count("tensor parallel on 2 ranks") == 1
 
 
 def child_processes(pid: int) -> list[int]:

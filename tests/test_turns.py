@@ -30,6 +30,7 @@ def test_turns_of_a_chat(monkeypatch, capfd, directory):
 
 
 def test_turns_of_a_server(monkeypatch, capfd, directory):
+    monkeypatch.setattr(turns, "SPEED", 8)
     _, ready, *lines = run(monkeypatch, capfd, directory, "--server")
     assert re.fullmatch(r"server: ready after [\d.]+ s", ready)
     kinds = [line.partition(": ")[0] for line in lines]
