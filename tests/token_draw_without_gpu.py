@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ops.plain.topk import RANK_KERNEL_MAX
 from ops.step import chain, draft_check, token_draw
 from ops.step import logit_edits as step_edits
 from ops.step.draft_check import MOST
@@ -116,8 +117,8 @@ def drafts_are_same(logits: Tensor, sampling: Sampling, groups: int) -> bool:
     """Whether drafts from logits [V] are those of plain PyTorch, of all tokens and of a part."""
     V, device, found = len(logits), logits.device, []
     for of_part in (False, True):
-        # A multiple of the blocks in which `largest_by_rank` looks: so it takes the same of equals.
-        before = 48
+        # Whole blocks of `largest_by_rank` come first, so that it takes the same of equal logits.
+        before = 16 * -(-V // RANK_KERNEL_MAX)
         whole = before + V + 1 if of_part else V
         ids = torch.arange(V, device=device) + before
         part = VocabularyPart(ids, rows_of_ids(ids.tolist(), whole, device)) if of_part else None
