@@ -29,7 +29,8 @@ from ops.products.weights import BITS, Weight, packed_weight
 
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
-TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
+TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV; see FEW
+FEW = 16  # tokens that a dense weight may have for TOKEN where a kernel multiplies
 GATED = "token, gated"  # the same with w13, and the activation of gate and up
 ROWS = "rows"  # many rows, sorted by expert: a grouped GEMM
 
@@ -50,7 +51,8 @@ class Implementation(NamedTuple):
     """One row of the table.
 
     run:
-        TOKEN   (weight, x [..., in], expert_indices [T, A] or None) -> fp32 [..., out]
+        TOKEN   (weight, x [..., in], expert_indices [T, A] or None) -> [..., out], fp32; without
+                indices x.dtype is enough
         GATED   (weight, x [T, in], expert_indices [T, A], activation) -> [T, A, out / 2]
         ROWS    (x [N, in], group_ends int32 [E] or None, parts, format, group) -> [N, out]
     """
@@ -133,7 +135,7 @@ class Packed(nn.Module):
         return Request(product, format, x, self.codes, self.group, activation, self.bias)
 
     def dot(self, x: Tensor, expert_indices: Tensor | None = None) -> Tensor:
-        """x [..., in] -> fp32 [..., out], without the bias.
+        """x [..., in] -> [..., out], without the bias: fp32, or x.dtype without indices.
 
         expert_indices [T, A]: the expert of each pair, and x is [T, A or 1, in].
         """
@@ -195,7 +197,7 @@ class PackedLinear(Packed):
     """`model.Linear` in a format."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == x.shape[-1]:  # one token
+        if self.takes_few(x):
             y = self.dot(x).to(x.dtype)
         else:
             rows, use = x.flatten(0, -2), f"{UNPACKING} {self.format}"
@@ -205,6 +207,11 @@ class PackedLinear(Packed):
                 y = self.multiply_all(x)
             y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias
+
+    def takes_few(self, x: Tensor) -> bool:
+        """Whether x [..., in] is one token, or few enough for the kernel that multiplies one."""
+        rows = x.numel() // x.shape[-1]
+        return rows == 1 or (rows <= FEW and choose(self.request(TOKEN, x)).run is token_gemv)
 
     def multiply_all(self, x: Tensor) -> Tensor:
         """x [..., in] -> [N, out], by the implementation for many rows."""
@@ -333,11 +340,13 @@ def launch_gemv(
     weight: Packed, x: Tensor, expert_indices: Tensor | None, fuse_swiglu: bool
 ) -> Tensor:
     parts = list(weight.parts().values())
-    pairs = None if expert_indices is None else expert_indices.flatten()
+    pairs, dtype = None, x.dtype
+    if expert_indices is not None:
+        pairs, dtype = expert_indices.flatten(), x.dtype if fuse_swiglu else torch.float32
     kind = FORMATS[weight.format].kind
     # Experts without a gate expand x over the pairs: its rows are then one row in memory.
     rows = materialize(x).flatten(0, -2).contiguous()
-    return dot4(rows, parts, pairs, kind, weight.group, fuse_swiglu)
+    return dot4(rows, parts, pairs, kind, weight.group, fuse_swiglu, dtype)
 
 
 def gated_stacked(

@@ -308,6 +308,11 @@ def grouped_code(
 
 
 # Format, G, out, in, experts (0: a dense weight), rows of x, pairs, gated, tiles if not chosen.
+FEW_DOT4 = {  # products of other kernels
+    "int4, dense, four tokens": ("int4", 32, 40, 1024, 0, 4, 4, False, {}),
+    "q6_k, dense, three tokens": ("q6_k", 256, 40, 512, 0, 3, 3, False, {}),
+    "mxfp4, dense, sixteen tokens": ("mxfp4", 32, 40, 512, 0, 16, 16, False, {}),
+}
 DOT4 = {
     "int4, dense, half a row of lanes": ("int4", 32, 20, 2272, 0, 1, 1, False, {}),
     "int4, groups of 128": ("int4", 128, 200, 512, 0, 1, 1, False, {}),
@@ -363,10 +368,12 @@ def dot4_case(case: tuple, size: float) -> tuple:
     index = (
         torch.randint(experts, (tokens, pairs // tokens), generator=generator) if experts else None
     )
-    plain = FORMATS[name].unpack(parts, group).double()[index.flatten() if experts else [0]]
+    each = index.flatten() if experts else [0] * tokens
+    plain = FORMATS[name].unpack(parts, group).double()[each]
     if not experts:
         parts = {key: part[0] for key, part in parts.items()}
-    return (x, list(parts.values()), index, FORMATS[name].kind, group, gated), plain
+    dtype = x.dtype if gated else torch.float32
+    return (x, list(parts.values()), index, FORMATS[name].kind, group, gated, dtype), plain
 
 
 def run_dot4(case: tuple, arguments: tuple) -> Tensor:
@@ -1484,7 +1491,7 @@ def fetch_results() -> dict:
 
 def dot4_errors() -> dict[str, float]:
     replace_four_bits()
-    found = {name: dot4_error(case, 1.0) for name, case in DOT4.items()}
+    found = {name: dot4_error(case, 1.0) for name, case in (DOT4 | FEW_DOT4).items()}
     found |= {
         f"x of {size}": dot4_error(DOT4["hqq4, experts, several tokens"], size)
         for size in (1e-6, 3e4)
@@ -1501,9 +1508,10 @@ def few_dot4_errors() -> dict[str, float]:
         *("int4, groups of 128", "hqq4, experts, several tokens", "mxfp4, dense, five chunks"),
         *("q8_0, dense", "q6_k, dense, five chunks", "q5_k, experts", "q4_k, dense, three blocks"),
         *("iq4_nl, dense", "nvfp4, dense, five chunks", "uint4, experts, several tokens"),
+        "int4, dense, four tokens",
         *("hqq2, experts, several tokens", "hqq3, dense, three chunks"),
     )
-    return {name: dot4_error(DOT4[name], 1.0) for name in names}
+    return {name: dot4_error((DOT4 | FEW_DOT4)[name], 1.0) for name in names}
 
 
 def dot4_codes() -> dict[str, dict[str, int]]:

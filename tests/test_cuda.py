@@ -1216,7 +1216,8 @@ def test_the_product_for_one_token_of_4_bits(name, out, width, experts, tokens, 
         return torch.nn.functional.silu(gate) * up if gated else y
 
     def got() -> torch.Tensor:
-        return gemv.dot4(x, given, index, row.kind, group, gated)
+        dtype = x.dtype if gated else torch.float32
+        return gemv.dot4(x, given, index, row.kind, group, gated, dtype)
 
     def error(y: torch.Tensor) -> float:
         return ((y.double() - want()).norm() / want().norm()).item()
@@ -1283,7 +1284,8 @@ def test_the_product_of_4_bits_with_what_is_no_number_is_none(value):
     parts = FORMATS["int4"].pack(torch.randn(64, 2048), 128)
     x = torch.randn(1, 2048).bfloat16()
     x[0, 77] = value
-    y = gemv.dot4(x.cuda(), [part.cuda() for part in parts.values()], None, "int4", 128, False)
+    given = [part.cuda() for part in parts.values()], None, "int4", 128, False, torch.float32
+    y = gemv.dot4(x.cuda(), *given)
     assert not y.isfinite().any()
 
 

@@ -1,4 +1,4 @@
-"""One token's products of few bits as an operator, for code that Inductor compiles.
+"""Products of few bits, of one token or a few, as an operator for code that Inductor compiles.
 
 The kernels are those of ops/products/dense.py and experts.py. Inductor's code for the same product
 in PyTorch takes 1.5 times as long: it converts each code to floating point.
@@ -24,26 +24,31 @@ def dot4_supports(x: Tensor, codes: Tensor, kind: str, group: int) -> bool:
 
 @torch.library.custom_op("moe_fast::dot4", mutates_args=())
 def dot4(
-    x: Tensor, parts: list[Tensor], index: Tensor | None, kind: str, group: int, swiglu: bool
+    x: Tensor,
+    parts: list[Tensor],
+    index: Tensor | None,
+    kind: str,
+    group: int,
+    swiglu: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply x [M, in] by weights [E, out, in] of 4 bits and fewer -> fp32 [N, out].
+    """Multiply x [M, in] by weights [E, out, in] of 4 bits and fewer -> [N, out] of this dtype.
 
     x: bf16 or fp16, contiguous. index: int64, N in all: pair n multiplies row n // (N // M) of x
-    by expert index[n]. None: one dense weight [out, in], N = M = 1. parts: the weight's tensors,
+    by expert index[n]. None: one dense weight [out, in], N = M <= 16. parts: the weight's tensors,
     ordered as in its format's layout. kind: one of INTEGERS but int8. group: numbers along
     `in` that share a scale, of nvfp4 two.
 
-    swiglu: weight rows are w1's, then w3's; return silu(gate) * up in x.dtype, [N, out / 2].
+    swiglu: weight rows are w1's, then w3's; return silu(gate) * up, [N, out / 2].
     """
     assert x.is_contiguous(), f"x has strides {x.stride()}"
     weight = packed_weight(parts, kind, group)
     if index is None:
-        return dense_product(x, weight, dtype=torch.float32)
-    activation, dtype = (SWIGLU, x.dtype) if swiglu else (None, torch.float32)
-    return multiply_each(x, weight, index, activation, dtype=dtype)
+        return dense_product(x, weight, dtype=dtype)
+    return multiply_each(x, weight, index, SWIGLU if swiglu else None, dtype=dtype)
 
 
 @dot4.register_fake
-def _(x, parts, index, kind, group, swiglu) -> Tensor:
-    out, pairs = parts[0].shape[-2], 1 if index is None else index.numel()
-    return x.new_empty(pairs, out // 2) if swiglu else x.new_empty(pairs, out, dtype=torch.float32)
+def _(x, parts, index, kind, group, swiglu, dtype) -> Tensor:
+    out, pairs = parts[0].shape[-2], len(x) if index is None else index.numel()
+    return x.new_empty(pairs, out // 2 if swiglu else out, dtype=dtype)
