@@ -50,5 +50,5 @@ def dot4(
 
 @dot4.register_fake
 def _(x, parts, index, kind, group, swiglu, dtype) -> Tensor:
-    out, pairs = parts[0].shape[-2], len(x) if index is None else index.numel()
+    out, pairs = parts[0].shape[-2], x.shape[0] if index is None else index.numel()
     return x.new_empty(pairs, out // 2 if swiglu else out, dtype=dtype)
