@@ -27,10 +27,10 @@ from ops.products.prompt_rows import in_order
 from ops.products.prompt_weights import multiply_unpacked, unpacks_first
 from ops.products.weights import BITS, Weight, packed_weight
 
+FEW = 16  # tokens that TOKEN takes of a dense weight in compiled code
 UNPACKING = "unpacking"  # begins the names by which `try_kernels` knows uses of that kernel
 # Products
-TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV; see FEW
-FEW = 16  # tokens that a dense weight may have for TOKEN where a kernel multiplies
+TOKEN = "token"  # one token, or one (token, expert) pair, per weight matrix: a GEMV
 GATED = "token, gated"  # the same with w13, and the activation of gate and up
 ROWS = "rows"  # many rows, sorted by expert: a grouped GEMM
 
@@ -209,9 +209,14 @@ class PackedLinear(Packed):
         return y if self.bias is None else y + self.bias
 
     def takes_few(self, x: Tensor) -> bool:
-        """Whether x [..., in] is one token, or few enough for the kernel that multiplies one."""
+        """Whether x [..., in] is one token; of compiled code also a few, if a kernel takes them.
+
+        Eager code with several tokens runs a prompt.
+        """
         rows = x.numel() // x.shape[-1]
-        return rows == 1 or (rows <= FEW and choose(self.request(TOKEN, x)).run is token_gemv)
+        if rows == 1 or not torch.compiler.is_compiling() or not can_launch(x, "_down_few"):
+            return rows == 1
+        return rows <= FEW and choose(self.request(TOKEN, x)).run is token_gemv
 
     def multiply_all(self, x: Tensor) -> Tensor:
         """x [..., in] -> [N, out], by the implementation for many rows."""
