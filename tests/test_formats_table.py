@@ -186,7 +186,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
     """Replace the kernel by unpacked weights; return a list of whether each call fused SwiGLU."""
     calls = []
 
-    def dot4(x, parts, index, kind, group, fuse_swiglu):
+    def dot4(x, parts, index, kind, group, fuse_swiglu, dtype):
         assert x.is_contiguous()
         calls.append(fuse_swiglu)
         shape = torch.Size((*parts[0].shape[:-1], x.shape[-1]))
@@ -196,7 +196,7 @@ def fake_dot4(monkeypatch, gemv) -> list[bool]:
         weight = format.unpack(dict(zip(names, parts, strict=True)), group)[index]
         x = x.repeat_interleave(len(index) // len(x), 0)
         y = torch.einsum("ni,noi->no", x.float(), weight)
-        return swiglu(*y.chunk(2, dim=-1)).to(x.dtype) if fuse_swiglu else y
+        return (swiglu(*y.chunk(2, dim=-1)) if fuse_swiglu else y).to(dtype)
 
     monkeypatch.setattr(packed, "dot4", dot4)
     return calls

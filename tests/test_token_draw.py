@@ -10,7 +10,7 @@ SETTINGS = (
     dict(seed=4, top_k=20, min_p=0.1, repetition_penalty=1.3),
     dict(seed=5, temperature=0.3, top_k=256, top_p=0.95),
 )
-QUICK = dict(logits="normal", V=700, groups=16, rows=SETTINGS[2:4])
+QUICK = dict(logits="normal", V=300, groups=8, rows=SETTINGS[2:4], with_drafts=True)
 # A row may have a top_k beyond what the kernels keep, or no limit, whatever the step was made for.
 UNBOUNDED = tuple(
     dict(logits=logits, V=V, groups=16, rows=(dict(seed=1, top_k=top_k), dict(seed=2, top_k=None)))
@@ -18,12 +18,12 @@ UNBOUNDED = tuple(
 )
 # "damaged" has four rows that are not finite.
 CASES = (
-    dict(logits="normal", V=5000, groups=64, rows=SETTINGS),
-    dict(logits="rounded", V=3000, groups=64, rows=SETTINGS),
+    dict(logits="normal", V=5000, groups=64, rows=SETTINGS, with_drafts=True),
+    dict(logits="rounded", V=3000, groups=64, rows=SETTINGS, with_drafts=True),
     dict(logits="equal", V=300, groups=16, rows=SETTINGS),
     dict(logits="clustered", V=3000, groups=32, rows=SETTINGS),
     dict(logits="masked", V=3000, groups=32, rows=SETTINGS),
-    dict(logits="damaged", V=300, groups=16, rows=(*SETTINGS[:2], *SETTINGS)),
+    dict(logits="damaged", V=300, groups=16, rows=(*SETTINGS[:2], *SETTINGS), with_drafts=True),
     dict(logits="normal", V=40, groups=16, rows=SETTINGS[:3]),
     dict(logits="normal", V=32000, groups=512, rows=SETTINGS[:1]),
 )
