@@ -6,10 +6,10 @@ They are those of ops/step/token_draw.py and logit_edits.py, and of draft_check.
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
 
 INPUT is a JSON list of cases: "logits" (a name in LOGITS), "V", "groups", and a list of the
-arguments of `Sampling`, "rows"; "with_drafts": drafts, too, from the first two. For a pass "drafts", their number; "drawn": they have
-probabilities. The interpreter's process prints for each case the tokens of plain PyTorch, those of
-the kernels, and whether the rest of the step's state is the same; of several passes the results.
-The other prints counts of the machine code of each kernel.
+arguments of `Sampling`, "rows"; "with_drafts": drafts of the first two rows, too. For a pass
+"drafts", their number; "drawn": they have probabilities. The interpreter's process prints for each
+case the tokens of plain PyTorch, those of the kernels, and whether the rest of the step's state is
+the same; of several passes the results. The other prints counts of the machine code of each kernel.
 """
 
 import json
