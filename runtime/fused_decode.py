@@ -22,7 +22,7 @@ from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.logit_edits import edit_logits
 from ops.step.token_draw import Drafts, draw_tokens
-from runtime.draft_choice import DRAFT_STREAM, VocabularyPart, note_certainty
+from runtime.draft_choice import DRAFT_STREAM, note_certainty
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
@@ -328,8 +328,8 @@ class FusedRunner(CompiledRunner):
             return self.compiled_end_tokens(model, normed, last)
         x = normed
         if last is not None and Q > 1:
-            rows = torch.arange(B, device=x.device) if B > 1 else None
-            x = x[:, last] if rows is None else x[rows, last].unsqueeze(1)
+            # An idle row's last is -1. One row's takes one kernel less.
+            x = x[:, last] if B == 1 else x[torch.arange(B, device=x.device), last].unsqueeze(1)
         if head.norm is None:
             share_code(x)
             x = self.compiled_norm(model, x)
@@ -351,18 +351,12 @@ class FusedRunner(CompiledRunner):
                 return compiled_sample(state, logits, count)
             draw()
 
-        def draft_step(
-            state: StepState,
-            logits: Tensor,
-            drafts: Drafts,
-            part: VocabularyPart | None,
-            candidates: int,
-            certain: bool,
-        ) -> None:
+        def draft_step(state: StepState, logits: Tensor, drafts: Drafts, *rest) -> None:
+            part, candidates, certain = rest
             ids, keeps = part.ids if part else None, candidates > 0
             draw = partial(draw_tokens, logits, state, ids, drafts, keeps, DRAFT_STREAM)
             if candidates > MAX_CANDIDATES or not self.runs(("draft", keeps), draw):
-                compiled_draft(state, logits, drafts, part, candidates, certain)
+                compiled_draft(state, logits, drafts, *rest)
                 return
             if certain and not candidates:
                 compiled_note(logits, drafts)
