@@ -352,7 +352,6 @@ def quick_cases() -> Iterator[Case]:
     """
     gpt_oss = ARCHITECTURES["gpt-oss-20b"]  # biases, sinks, a clamped SwiGLU, a published format
     yield "gpt-oss-20b experts", experts, (gpt_oss,)
-    yield "gpt-oss-20b block", block, (first_layers(gpt_oss, 1),)
     yield "gpt-oss-20b begin", begin, (first_layers(gpt_oss, 2),)
     yield "gpt-oss-20b packed_experts mxfp4", packed_experts, (gpt_oss, "mxfp4")
     yield from latent_cases("DeepSeek-V2-Lite", 2, Int8KVCache)
@@ -366,6 +365,7 @@ def quick_cases() -> Iterator[Case]:
 
 def slow_cases() -> Iterator[Case]:
     """Yield the other cases."""
+    yield "gpt-oss-20b block", block, (first_layers(ARCHITECTURES["gpt-oss-20b"], 1),)
     args = first_layers(ARCHITECTURES["DeepSeek-V2-Lite"], 2)
     yield "DeepSeek-V2-Lite block KVCache", block, (args, 1024, KVCache)
     qwen4 = ARCHITECTURES["Qwen3.8-Flash-Next"]

@@ -222,7 +222,7 @@ def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     assert (off <= 1) == right
 
 
-@pytest.mark.parametrize("draft", ("none", "twin"))
+@pytest.mark.parametrize("draft", (pytest.param("none", marks=pytest.mark.slow), "twin"))
 def test_a_seed_gives_the_same_text_as_plain_decoding(draft, make_family):
     """When drafts are made depends on the clock, so a seeded answer has none."""
     directory = make_family("mixtral").directory

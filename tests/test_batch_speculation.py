@@ -493,7 +493,9 @@ def open_later(kind: str = "plain", rows: int = 4, texts=None) -> DraftingBatch:
     return batch
 
 
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if n else ()) for n, kind in enumerate(EACH_KIND)]
+)
 def test_passes_are_captured_between_answers(kind, no_compiler, caplog):
     """An answer has as many drafts as are there; it never waits for a pass to be captured."""
     caplog.set_level("INFO", "moe_fast")
