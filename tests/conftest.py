@@ -678,6 +678,7 @@ THINNED = {
     "test_ranks_read_their_rows_of_each_range": 3,
     "test_the_cache_takes_the_planned_bytes": 3,
     "test_speculation_over_an_index": 2,
+    "test_the_peers_config_gives_our_args_back": 3,
     "test_passes_are_captured_between_answers": 2,
     "test_a_prompt_in_chunks_equals_one_pass": 2,
 }

@@ -109,9 +109,9 @@ def test_any_numbers_of_drafts_leave_greedy_text_as_it_is(
     speculation.control = control = AnyNumber(LIMIT)
     seen = set()
     for ids in (REPEATED, PROMPT):
-        expected = plain(name, ids, 60)
-        assert list(speculation.stream(ids, 60, GREEDY)) == expected
-        assert list(speculation.stream([*ids, *expected[:50]], 10, GREEDY)) == expected[50:]
+        expected = plain(name, ids, 40)
+        assert list(speculation.stream(ids, 40, GREEDY)) == expected
+        assert list(speculation.stream([*ids, *expected[:30]], 10, GREEDY)) == expected[30:]
     made = control.passes_made
     for (_, asked, accepted, _), after in itertools.pairwise(made):
         if asked and not after.asked:
