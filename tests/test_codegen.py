@@ -209,7 +209,8 @@ def test_choosing_a_token_is_no_scan_of_a_long_row(arch, candidates):
     assert found["split_scans"] == 0 and found["extern"] == []
 
 
-@pytest.mark.parametrize("arch", by_speed(*ARCHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
 def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch):
     """No buffer is as large as the keys of its 1024 positions."""
     args = ARCHITECTURES[arch]
