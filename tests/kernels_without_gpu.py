@@ -1442,9 +1442,9 @@ def begin_errors() -> dict[str, float]:
 
 
 def few_token_errors() -> dict[str, float]:
-    """`token_errors` of four forms: without and with a norm, a window and sinks, a gate a head."""
+    """`token_errors` of three forms: a norm, a window and sinks, a gate a head."""
     without_assembly()
-    names = "one block", "some blocks, a norm", "a window, sinks, half turned, clipped"
+    names = "some blocks, a norm", "a window, sinks, half turned, clipped"
     found, gated = {name: token_error(*TOKEN[name]) for name in names}, list(LAYERS)[2]
     return found | {gated: layer_token_error(*LAYERS[gated])}
 

@@ -38,7 +38,7 @@ CASES = {  # B, T, H, P, G, N, W, last, accepted tokens of the call before (None
     "published sizes of a head": (1, 1, 2, 64, 1, 128, 4, (0,), (None,)),
     "drafts": (1, 5, 4, 16, 2, 16, 4, None, (None,)),
     "rows with padding": (3, 4, 2, 64, 1, 32, 4, (1, -1, 3), (2, 3, None)),
-    "fewer tokens than the window": (2, 2, 8, 16, 4, 16, 4, (0, 1), (1, 0)),
+    "fewer tokens than the window": (2, 2, 4, 16, 2, 16, 4, (0, 1), (1, 0)),
     "as many as are kept": (1, MAX_TENTATIVE, 1, 16, 1, 16, 3, None, (MAX_TENTATIVE,)),
     "drafts after drafts": (2, 3, 6, 16, 2, 32, 4, None, (5, 1)),
     "one token after drafts": (4, 1, 4, 16, 2, 16, 4, (0, -1, 0, 0), (3, 2, None, 16)),

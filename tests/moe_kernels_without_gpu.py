@@ -502,7 +502,7 @@ LAYERS = {
         NemotronHArgs,
         SMALL
         | dict(n_layer=3, full_layers=(2,), mixer_layers=(0,), shared_intermediate=128)
-        | dict(mamba_heads=8, mamba_head_dim=32, mamba_groups=2, mamba_state=32, routed_scale=2.5),
+        | dict(mamba_heads=4, mamba_head_dim=32, mamba_groups=2, mamba_state=32, routed_scale=2.5),
     ),
     "nemotron_h, others": (  # groups that no lanes have whole
         NemotronHArgs,

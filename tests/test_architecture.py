@@ -173,11 +173,20 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all statements within it. `ast.walk` takes seconds for expressions, too."""
+    yield node
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        children = getattr(node, field, None)
+        for child in children if isinstance(children, list) else ():
+            yield from statements(child)
+
+
 @cache
 def imports(node: ast.AST) -> set[str]:
     """Return the modules that a syntax tree imports: dotted names, our submodules included."""
     names = set()
-    for child in ast.walk(node):
+    for child in statements(node):
         if isinstance(child, ast.Import):
             names |= {alias.name for alias in child.names}
         elif isinstance(child, ast.ImportFrom):

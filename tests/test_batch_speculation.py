@@ -301,7 +301,7 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
         request.getfixturevalue("no_compiler")
     directory = make_family(name).directory
     plain = Session(load_model(directory, "cpu"), 128)
-    requests = [([n, *range(8 + n)], 25, GREEDY) for n in range(4)]
+    requests = [([n, *range(8 + n)], 18, GREEDY) for n in range(4)]
     expected = [list(plain.stream(*request)) for request in requests]
     texts = [request[0] + answer for request, answer in zip(requests, expected, strict=True)]
     options = SessionOptions(batch=4, compile=True)
@@ -315,7 +315,7 @@ def test_the_path_of_a_compiled_session(name, compiled, make_family, request):
             pass
         made = {(rows, count) for rows, count, _ in batch.speculation.steps}
         assert made == {*((1, n) for n in range(1, LIMIT + 1)), (2, 1), (2, 2), (2, 3), (4, 1)}
-    for arrivals in ([0, 50, 100, 150], [0, 6, 20, 34], [0, 2, 4, 50]):
+    for arrivals in ([0, 36, 72, 108], [0, 4, 14, 24], [0, 2, 4, 36]):
         assert run(batch, requests, arrivals) == expected
     seen = batch.speculation.control.seen
     assert seen["left"] > 0 and sum(seen[f"{n} of 3"] for n in (1, 2, 3)) > 0

@@ -221,8 +221,12 @@ def run_command(directory: Path, *more: str) -> dict:
     return last_json(run.stdout)
 
 
-def test_json_has_its_fields(tmp_path):
-    result = run_command(tmp_path)
+def test_json_has_its_fields(tmp_path, monkeypatch, capsys):
+    options = ("--arch", write_config(tmp_path), *CPU, "--repeats", "2", "--new_tokens", "5")
+    options += ("--layers", "1", "--mode", "int8", "--json")
+    code, out, err = run_main(monkeypatch, capsys, *options)
+    assert code == 0, err
+    result = last_json(out)
     names = "arch mode gpu tok_s ms bytes_per_token gb_s read_gb_s fraction kernels_per_layer"
     names += " peak_bytes compile_s"
     assert result["ttft_s"] > 0 and 0 < result["ttft_cold_s"] < result["compile_s"]

@@ -109,7 +109,9 @@ def test_gpt_oss_reads_mxfp4_as_it_is():
     assert found["largest_buffer"] <= args.n_active * 2 * args.intermediate  # the output of w13
 
 
-@pytest.mark.parametrize("arch", by_speed(*ARCHES, "gpt-oss-20b"))
+@pytest.mark.parametrize(
+    "arch", (*by_speed(*ARCHES), pytest.param("gpt-oss-20b", marks=pytest.mark.slow))
+)
 def test_a_block_is_few_kernels_and_copies_no_weight(arch):
     case = f"{arch} block" if arch == "gpt-oss-20b" else f"{arch} block KVCache"
     args, found = ARCHITECTURES[arch], generated(case)
@@ -207,7 +209,8 @@ def test_choosing_a_token_is_no_scan_of_a_long_row(arch, candidates):
     assert found["split_scans"] == 0 and found["extern"] == []
 
 
-@pytest.mark.parametrize("arch", by_speed(*ARCHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
 def test_an_int8_cache_is_read_as_it_is_in_no_more_kernels(arch):
     """No buffer is as large as the keys of its 1024 positions."""
     args = ARCHITECTURES[arch]

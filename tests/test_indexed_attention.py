@@ -355,7 +355,7 @@ def test_several_sequences(sizes, no_compiler):
     assert [list(row) for row in rows] == [fresh_answer(sizes, ids, 6) for ids in prompts]
 
 
-def test_speculation(sizes):
+def test_speculation_over_an_index(sizes):
     ids = prompt(11) * 4
     speculation = Speculation(Session(make_model(sizes), 256), 5)
     assert list(speculation.stream(ids, 12, GREEDY)) == fresh_answer(sizes, ids, 12)

@@ -292,7 +292,9 @@ def test_greedy_tokens_are_those_of_plain_decoding(
             assert not draft_ids or set(speculation.drafter.drafts[0].tolist()) <= {*draft_ids}
 
 
-@pytest.mark.parametrize("sampling", (GREEDY, Sampling(1.0, seed=3)))
+@pytest.mark.parametrize(
+    "sampling", (pytest.param(GREEDY, marks=pytest.mark.slow), Sampling(1.0, seed=3))
+)
 def test_drafts_end_before_one_below_the_threshold(sampling, make_headed, plain):
     """The threshold is just above each draft's probability in turn. Text stays the plain one."""
     name, count = next(iter(LAYOUTS)), 5
@@ -521,7 +523,7 @@ def test_a_head_is_quantized_as_its_model_is(mode, make_headed, tmp_path):
     assert list(some.stream(PROMPT, 16, GREEDY)) == expected
 
 
-@pytest.mark.parametrize("mode", ("bf16", "int8"))
+@pytest.mark.parametrize("mode", (pytest.param("bf16", marks=pytest.mark.slow), "int8"))
 def test_random_weights_make_a_head(mode, make_headed):
     """For benchmarks at published shapes; with tied and packed heads of the vocabulary."""
     args = args_of_checkpoint(Checkpoint(make_headed("qwen3_5_moe").directory))

@@ -545,7 +545,7 @@ def test_a_profile_that_is_no_file(tmp_path, name):
 # Other weights and ranks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ("fp32", "int8", "mxfp4"))
+@pytest.mark.parametrize("format", ("fp32", pytest.param("int8", marks=pytest.mark.slow), "mxfp4"))
 def test_biases_are_copied_with_their_experts(make, format):
     """gpt-oss: the same bits with any number of slots, single tokens and prompts in waves."""
     path = make(format, GPT_OSS)

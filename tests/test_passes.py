@@ -60,7 +60,10 @@ def test_a_step_after_a_pass_is_as_in_plain_decoding(name, compiled, make_family
         assert len(found["after"]) > 1 or name not in RECURRENT
 
 
-@pytest.mark.parametrize("sampling", (GREEDY, Sampling(temperature=0.3, top_k=3, seed=2)))
+@pytest.mark.parametrize(
+    "sampling",
+    (pytest.param(GREEDY, marks=pytest.mark.slow), Sampling(temperature=0.3, top_k=3, seed=2)),
+)
 def test_the_embedded_hybrid(sampling, hybrid_directory):
     check(drive(hybrid_directory, sampling), greedy=sampling is GREEDY)
 

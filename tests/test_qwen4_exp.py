@@ -307,7 +307,7 @@ def test_a_prefix_is_used_again(make_family, model):
         assert list(session.stream(ids, 12, GREEDY)) == want
 
 
-@pytest.mark.parametrize("count", (1, 4))
+@pytest.mark.parametrize("count", (pytest.param(1, marks=pytest.mark.slow), 4))
 def test_drafts_change_no_token(make_family, model, count):
     """Refused drafts leave no trace in ids, in the index, and in states."""
     ids = prompt(30)[0].tolist() * 2

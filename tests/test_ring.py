@@ -199,7 +199,9 @@ def test_refused_drafts(kind, whole):
     assert min(batch.speculation.control.seen[name] for name in OUTCOMES) > 0
 
 
-@pytest.mark.parametrize("sizes", ((8,), (8, 32, 64)), ids=str)
+@pytest.mark.parametrize(
+    "sizes", (pytest.param((8,), marks=pytest.mark.slow), (8, 32, 64)), ids=str
+)
 def test_short_prompts_as_steps_of_many_tokens(sizes, whole):
     session, other, known = open_session("int8"), whole("int8"), []
     session.short_chunks = sizes  # as on a GPU

@@ -173,7 +173,9 @@ def test_a_reader_may_stop_within_accepted_drafts(no_compiler, make, plain, sour
             assert list(speculation.stream(ids, 9, GREEDY)) == plain(ids, 9)
 
 
-@pytest.mark.parametrize("source", ("lookup", "twin", "other"))
+@pytest.mark.parametrize(
+    "source", ("lookup", pytest.param("twin", marks=pytest.mark.slow), "other")
+)
 def test_a_session_and_its_speculation_take_turns(make, plain, source):
     speculation = make(source, 5)
     first = list(speculation.stream(PROMPT, 9, GREEDY))
