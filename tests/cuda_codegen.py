@@ -37,7 +37,7 @@ from models.layers.hyper_connections import Streams
 from models.layers.indexed_attention import IndexedAttention
 from models.layers.ngram_embedding import NgramEmbedding
 from models.random_weights import first_layers
-from ops.inductor import configure_inductor, materialize
+from ops.inductor import any_size, configure_inductor, materialize
 from ops.plain.attention import Mask, attend, attend_blocks, blocks_in_use
 from runtime.fused_attention import fuse_decode_attention
 from runtime.fused_decode import BEGIN_OPTIONS, before_ffn, begin_plainly, run_combine
@@ -159,6 +159,14 @@ def packed_linear(args: ModelArgs, format: str):
     plain = fake_block(args, 0).attention.wo
     linear = PackedLinear(plain, format, FORMATS[format].group)
     return lambda x: linear(x), (fake_empty(1, 1, args.n_head * args.head_dim),)
+
+
+def several_tokens(args: ModelArgs, count: int):
+    """The same for tokens of any number; `count` are those of the first call."""
+    function, _ = packed_linear(args, "int4")
+    x = fake_empty(1, count, args.n_head * args.head_dim)
+    any_size(x, 1)
+    return function, (x,)
 
 
 class CopiedKVCache(Int8KVCache):
@@ -357,6 +365,8 @@ def quick_cases() -> Iterator[Case]:
     args = first_layers(ARCHITECTURES["Mixtral-8x7B"], 1)
     yield "Mixtral-8x7B block of 2", block, (args, 256, KVCache, 2)
     yield "long_attention 1", long_attention, (ARCHITECTURES[ARCHES[1]], 1)
+    for count in (4, 17):
+        yield f"tokens {count}", several_tokens, (ARCHITECTURES[ARCHES[1]], count)
     yield from plain_cases(ARCHES[0])
     for row, arch in enumerate(ARCHES):
         yield from packed_cases(arch, QUICK_FORMATS[row::2])
@@ -389,6 +399,9 @@ def slow_cases() -> Iterator[Case]:
         yield from packed_cases(arch, (name for name in FORMATS if name not in quick))
 
 
+WITH_DYNAMO = long_attention, indexed_attention, ngrams, between_sublayers, several_tokens
+
+
 def main() -> int:
     cases = {"quick": quick_cases, "slow": slow_cases}[sys.argv[1]]
     pretend_gpu()
@@ -396,7 +409,7 @@ def main() -> int:
     torch.set_default_dtype(torch.bfloat16)
     results = {}
     for name, case, arguments in cases():
-        with_dynamo = case in (long_attention, indexed_attention, ngrams, between_sublayers)
+        with_dynamo = case in WITH_DYNAMO
         generate = compiled_code if with_dynamo else cuda_code
         with inductor_config.patch(BEGIN_OPTIONS if case is begin else {}):
             code = generate(lambda case=case, arguments=arguments: case(*arguments))

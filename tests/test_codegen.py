@@ -96,6 +96,13 @@ def test_packed_weights_are_not_unpacked_to_memory(arch, mode):
     assert bool(experts["integer_products"]) == bool(linear["integer_products"]) == integer
 
 
+def test_a_few_tokens_have_their_own_kernel_whatever_their_number():
+    """In 4 bits. More tokens are a prompt."""
+    few, many = generated("tokens 4"), generated("tokens 17")
+    assert few["custom"] == ["dot4"] and few["triton"] == 0
+    assert many["custom"] == ["grouped_packed"]
+
+
 def test_what_comes_before_the_layers_is_one_kernel():
     """Embedding, RoPE and the masks of two windows; it waits for the kernel before it."""
     found = generated("gpt-oss-20b begin")
