@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -103,14 +103,18 @@ def start(directory, running):
 
 @pytest.fixture(scope="module")
 def alone(directory, tokenizer, few_threads):
-    """(prompt, tokens, Sampling, options) -> the result of generate, without a server."""
+    """(prompt, tokens, Sampling) -> the result of generate, without a server."""
     session = Session(load_model(directory, "cpu", torch.float32), LENGTH)
 
-    def answer(prompt, count=12, sampling=None, **options):
+    def answer(prompt, count=12, sampling=None):
+        if sampling is None:
+            return greedy(prompt, count)
         session.reset()
-        return generate(
-            session, tokenizer, prompt, count, sampling or Sampling(temperature=0), **options
-        )
+        return generate(session, tokenizer, prompt, count, sampling)
+
+    @cache
+    def greedy(prompt, count):
+        return answer(prompt, count, Sampling(temperature=0))
 
     return answer
 
@@ -1462,9 +1466,28 @@ def listening(process: subprocess.Popen) -> str:
     raise AssertionError("it does not listen")
 
 
-def start_command(directory, *options) -> subprocess.Popen:
+# serve.py, which prints the names of all modules when it gets SIGUSR1.
+NAMES_MODULES = """
+import runpy, signal, sys
+
+def name_modules(*_):
+    print("modules:", *sorted(sys.modules), file=sys.stderr, flush=True)
+
+signal.signal(signal.SIGUSR1, name_modules)
+sys.argv[0] = "serve.py"
+runpy.run_path("serve.py", run_name="__main__")
+"""
+
+
+def modules(server: subprocess.Popen) -> set[str]:
+    server.send_signal(signal.SIGUSR1)
+    line = next(line for line in server.stderr if line.startswith("modules: "))
+    return {*line.split()}
+
+
+def start_command(directory, *options, script=("serve.py",)) -> subprocess.Popen:
     arguments = "--checkpoint_path", str(directory), "--port", "0", "--max_seq_len", "4096"
-    return command("serve.py", *arguments, *options, cwd=ROOT)
+    return command(*script, *arguments, *options, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -1475,11 +1498,23 @@ def start_command(directory, *options) -> subprocess.Popen:
     ),
 )
 def test_ctrl_c_during_an_answer_exits_cleanly(directory, number, options):
-    server = start_command(directory, *options)
+    """Nor do the first requests import anything: that takes up to half a second, for all."""
+    server = start_command(directory, *options, script=("-c", NAMES_MODULES))
+    user = [{"role": "user", "content": "x"}]
+    bodies = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    bodies |= {path: {"messages": user} for path in ("chat/completions", "messages")}
     try:
+        url = listening(server)
+        assert httpx.get(f"{url}/health").status_code == 200
+        before = modules(server)
+        for path, body in bodies.items():
+            limit = "max_output_tokens" if path == "responses" else "max_tokens"
+            request = {**body, limit: 2, "stream": True}
+            assert httpx.post(f"{url}/v1/{path}", json=request, timeout=60).status_code == 200
+        assert modules(server) - before == set()
         # Greedy: a sampled answer may end before its limit.
         request = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "stream": True}
-        url = listening(server) + "/v1/completions"
+        url += "/v1/completions"
         with httpx.stream("POST", url, json=request, timeout=60) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -1633,29 +1668,3 @@ def test_events_that_arrive_together_are_sent_together():
         return found + [part async for part in stream]
 
     assert asyncio.run(parts()) == [b"begin 0 ", b"1 ", b"2 ", b"3 end usage"]
-
-
-def test_the_first_requests_import_nothing():
-    """An import takes up to half a second, in which no stream gets a token."""
-    script = (
-        "import sys\n"
-        "sys.path.insert(0, 'tests')\n"
-        "from generate import embedded_checkpoint\n"
-        "from local_server import LocalServer, httpx\n"
-        "server = LocalServer(embedded_checkpoint(), 64)\n"
-        "user = [{'role': 'user', 'content': 'x'}]\n"
-        "bodies = {'completions': {'prompt': 'x'}, 'responses': {'input': 'x'}}\n"
-        "bodies |= dict.fromkeys(('chat/completions', 'messages'), {'messages': user})\n"
-        "httpx.get(server.url + '/health')\n"
-        "before = set(sys.modules)\n"
-        "for path, body in bodies.items():\n"
-        "    limit = 'max_output_tokens' if path == 'responses' else 'max_tokens'\n"
-        "    answer = server.post(path, json={**body, limit: 2, 'stream': True})\n"
-        "    assert answer.status_code == 200\n"
-        "print(sorted(set(sys.modules) - before))\n"
-        "server.close()\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "[]"
