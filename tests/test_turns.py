@@ -32,7 +32,8 @@ def test_turns_of_a_chat(monkeypatch, capfd, directory):
         return SimpleNamespace(returncode=turns.main() or 0)
 
     monkeypatch.setattr(turns, "subprocess", SimpleNamespace(run=run_here))
-    for replaced, name in ((generate, "chat"), (GraphCache, "__call__")):  # the command replaces them
+    # The command replaces these.
+    for replaced, name in ((generate, "chat"), (GraphCache, "__call__")):
         monkeypatch.setattr(replaced, name, getattr(replaced, name))
     _, ready, *lines = run(monkeypatch, capfd, directory)
     assert re.fullmatch(r"chat: ready after [\d.]+ s", ready)
