@@ -55,6 +55,7 @@ class Hub(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body, written after its head, waits for 40 ms
 
     def log_message(self, *_):
         pass

@@ -22,8 +22,13 @@ from tokenizer import load_tokenizer  # noqa: E402
 class LocalServer:
     """A server of a checkpoint in fp32 on the CPU. Close it."""
 
-    def __init__(self, directory: Path, length: int, options=(), workers: int = 1, **settings):
-        """options: of serve.py. settings: of AppSettings, and max_queue and time_limit."""
+    def __init__(
+        self, directory: Path, length: int, options=(), workers: int = 1, pool=None, **settings
+    ):
+        """options: of serve.py. settings: of AppSettings, and max_queue and time_limit.
+
+        pool: one of another server of the same directory, which closes it.
+        """
         options = build_parser().parse_args(["--dtype", "fp32", *options])
         check_options(options)
         checkpoint, device = Checkpoint(directory), torch.device("cpu")
@@ -39,7 +44,8 @@ class LocalServer:
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         defaults = {"max_body": 100_000, "max_requests": 2 * max_queue + 64}
         app_settings = AppSettings("tiny", self.limits, **defaults | settings)
-        self.pool = TokenizerPool(directory, length, workers=workers)
+        self.pool = pool or TokenizerPool(directory, length, workers=workers)
+        self.owns_pool = pool is None
         app = make_app(self.scheduler, self.pool, app_settings)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         arguments = self.decoder, app, listener, ready.set
@@ -65,5 +71,6 @@ class LocalServer:
     def close(self):
         self.scheduler.close()
         self.thread.join(20)
-        self.pool.close()
+        if self.owns_pool:
+            self.pool.close()
         assert not self.thread.is_alive()

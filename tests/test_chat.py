@@ -550,18 +550,21 @@ def send(child: pexpect.spawn, line: str) -> str:
     return child.before
 
 
-@pytest.mark.parametrize(
-    "number", (signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow))
-)
-def test_a_signal_ends_a_chat_that_waits_for_a_message(number, start):
-    """Ctrl-C drops the message alone."""
-    child = start()
+def end_by(number: int, child: pexpect.spawn) -> None:
+    """End a chat that waits for a message by a signal. Ctrl-C drops the message alone."""
     child.sendintr()
     child.expect("\n> ")
     child.kill(number)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 128 + number and "Traceback" not in child.before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_ends_a_chat_that_waits_for_a_message(number, start):
+    """SIGTERM ends that of `test_a_template_folds_reasoning_and_takes_tools`, too."""
+    end_by(number, start())
 
 
 def test_a_signal_ends_a_chat_that_captures_or_edits(monkeypatch):
@@ -649,8 +652,7 @@ def test_a_template_folds_reasoning_and_takes_tools(start, directory, tmp_path):
     shown = send(child, "import os")
     assert re.search(r"reasoning, \d tokens?: /reasoning shows it", shown)
     assert "6 tokens at" in shown and len(send(child, "/reasoning").splitlines()) > 1
-    child.sendline("/quit")
-    child.expect(pexpect.EOF)
+    end_by(signal.SIGTERM, child)
 
 
 def test_the_history_is_bounded_and_may_be_missing(tmp_path, monkeypatch, caplog):

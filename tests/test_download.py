@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save
 import hub.client as script
 from checkpoint import Checkpoint
 from cli.model_name import check_hub_environment
+from hub import shards, threads
 from hub.client import list_files, wanted
 from hub.shards import read_headers
 from scripts.download import main
@@ -82,7 +84,13 @@ def test_only_needed_files_are_fetched(hub, tmp_path):
     assert contents(directory) == FILES
 
 
-def test_a_dropped_connection_is_resumed(hub, tmp_path, monkeypatch):
+@pytest.fixture
+def at_once(monkeypatch):
+    """Let the client resume at once. It waits for a second otherwise."""
+    monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
+
+
+def test_a_dropped_connection_is_resumed(hub, tmp_path, monkeypatch, at_once):
     # The client writes whole chunks (10 MB by default).
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
     hub.drops = 2
@@ -121,7 +129,7 @@ def test_a_damaged_file_is_fetched_again_or_refused(hub, tmp_path, capsys, name,
     assert contents(tmp_path / "out") == FILES
 
 
-def test_a_file_that_changes_in_the_middle(hub, tmp_path, monkeypatch, capsys):
+def test_a_file_that_changes_in_the_middle(hub, tmp_path, monkeypatch, at_once):
     """The rest of another version, of the same size and with another ETag, follows a break."""
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
     hub.drops = 1
@@ -308,6 +316,8 @@ def test_ctrl_c_while_answers_stall(hub, tmp_path, monkeypatch, capsys):
         return body
 
     hub.edit = edit
+    for module in (threads, shards):  # the time that they wait for a client that stalls
+        monkeypatch.setattr(module, "CANCEL_SECONDS", 0.2)
     start = time.monotonic()
     try:
         assert main(["--repo_id", REPO, "--output_dir", str(tmp_path / "out")]) == 130

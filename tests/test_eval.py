@@ -341,9 +341,8 @@ def test_json_has_its_fields(directory, tmp_path, tiny, tokenizer, monkeypatch, 
     file = tmp_path / "text.txt"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())  # a byte order mark is no text
     arguments = ("--checkpoint_path", str(directory), "--text_file", str(file), "--seq_len", "64")
-    run = command(*arguments, "--json")
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
+    assert run_main(monkeypatch, *arguments, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
     names = "perplexity bits_per_byte tokens bits_per_weight bytes seq_len stride seconds"
     assert set(names.split()) | {"tokens_per_second", "kv_cache"} == set(result)
     assert result["bits_per_weight"] == 16.0

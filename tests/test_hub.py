@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +63,13 @@ def put_on_hub(hub, directory: Path) -> Path:
     files = {path.name: path.read_bytes() for path in files}
     hub.files = files if "tokenizer.model" in files else TOKENIZER | files
     return directory
+
+
+@cache
+def expected_of(source: Path, mode: str | None = None) -> Checkpoint:
+    """Return `expected` of a directory that no test changes."""
+    with TemporaryDirectory() as folder:
+        return expected(source, Path(folder, "made"), mode)
 
 
 def expected(source: Path, target: Path, mode: str | None = None) -> Checkpoint:
@@ -200,7 +209,7 @@ def test_it_is_what_convert_and_quantize_make(hub, make_family, folder, tmp_path
     source = put_on_hub(hub, make_family(family).hf_directory)
     made = prepare(ModelName(REPO, format), QUIET)
     assert made.absolute() == folder / f"model_{format or 'bf16'}"
-    assert_same(made, expected(source, tmp_path / "other", format))
+    assert_same(made, expected_of(source, format))
     assert downloads(hub) and sorted(downloads(hub)) == weights(hub)
     assert [path.name for path in folder.iterdir()] == [made.name]  # nothing else is left
     assert json.loads((made / "source.json").read_text())["commit"] == "c" * 40
@@ -237,7 +246,7 @@ def test_a_kept_download_serves_other_formats(hub, source, folder, tmp_path):
     hub.requests.clear()
     made = prepare(ModelName(REPO, "fp8"), QUIET)
     assert not downloads(hub)
-    assert_same(made, expected(source, tmp_path / "other", "fp8"))
+    assert_same(made, expected_of(source, "fp8"))
     assert {path.name for path in folder.iterdir() if path.is_file()} == set(kept)
     formats = {model.format for model in stored_models()}
     assert formats == {"int8", "fp8", "download"}
@@ -262,7 +271,7 @@ def test_a_checkpoint_on_disk_is_quantized(hub, source, folder, tmp_path):
     """The published format serves the others, unless it is damaged."""
     prepare(NAME, QUIET)
     hub.requests.clear()
-    assert_same(prepare(INT8, QUIET), expected(source, tmp_path / "other", "int8"))
+    assert_same(prepare(INT8, QUIET), expected_of(source, "int8"))
     with pytest.raises(ValueError, match=r"remove it first: generate\.py --remove"):
         prepare(INT8, QUIET._replace(revision="v1"))
     assert prepare(INT8, QUIET._replace(revision="c" * 40)) and not hub.requests
@@ -290,7 +299,7 @@ def test_files_that_are_not_needed_stay_on_the_hub(hub, make_family, folder):
     assert sorted(downloads(hub)) == weights(hub)[:-1]
 
 
-@pytest.mark.parametrize("mode", (None, "int8"))
+@pytest.mark.parametrize("mode", (pytest.param(None, marks=pytest.mark.slow), "int8"))
 def test_a_head_for_multi_token_prediction(mode, hub, folder, tmp_path):
     put_on_hub(hub, HYBRID_CHECKPOINT)
     made = prepare(ModelName(REPO, mode), QUIET)
@@ -325,7 +334,7 @@ def assert_resumes(hub, source, tmp_path, done: set[str]) -> None:
     hub.requests.clear()
     made = prepare(INT8, QUIET)
     assert not done & set(downloads(hub)) and downloads(hub)
-    assert_same(made, expected(source, tmp_path / "other", "int8"))
+    assert_same(made, expected_of(source, "int8"))
     assert not partial_path(made).exists()
 
 
@@ -419,7 +428,9 @@ def test_what_a_killed_process_was_writing_is_written_again(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("place", ("download", "layer", "header"))
+@pytest.mark.parametrize(
+    "place", ("download", "layer", pytest.param("header", marks=pytest.mark.slow))
+)
 def test_what_an_interrupted_run_left_is_checked(
     hub, source, folder, tmp_path, monkeypatch, capsys, place
 ):
@@ -439,7 +450,7 @@ def test_what_an_interrupted_run_left_is_checked(
     path.write_bytes(flipped)
     hub.requests.clear()
     made = prepare(INT8, QUIET)
-    assert_same(made, expected(source, tmp_path / "other", "int8"))
+    assert_same(made, expected_of(source, "int8"))
     assert (path.name in downloads(hub)) == (place == "download")
 
 
@@ -458,7 +469,7 @@ def test_a_damaged_kept_download(hub, source, folder, tmp_path, ours):
         assert (folder / name).read_bytes() == damaged
         return
     hub.requests.clear()
-    assert_same(prepare(INT8, QUIET), expected(source, tmp_path / "other", "int8"))
+    assert_same(prepare(INT8, QUIET), expected_of(source, "int8"))
     assert downloads(hub) == [name] and (folder / name).read_bytes() == hub.files[name]
 
 

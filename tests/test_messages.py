@@ -94,9 +94,9 @@ AGENT_BODY = {
 
 
 @pytest.fixture(scope="module")
-def server(directory, tmp_path_factory, few_threads):
+def server(shallow_directory, tmp_path_factory, few_threads):
     with pytest.MonkeyPatch.context() as patch:
-        model = with_template(directory, tmp_path_factory.mktemp("thinking"), THINKING)
+        model = with_template(shallow_directory, tmp_path_factory.mktemp("thinking"), THINKING)
         server = Server(model, patch)
         yield server
         server.close()

@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,12 +87,13 @@ def running(directory, few_threads):
 
 
 @pytest.fixture
-def start(directory):
-    """Start servers with other settings."""
+def start(directory, running):
+    """Start servers with other settings. Those of one worker share its process."""
     started = []
 
     def make(**options) -> Running:
-        started.append(Running(directory, **options))
+        pool = None if "workers" in options else running.pool
+        started.append(Running(directory, pool=pool, **options))
         return started[-1]
 
     yield make
@@ -102,14 +103,18 @@ def start(directory):
 
 @pytest.fixture(scope="module")
 def alone(directory, tokenizer, few_threads):
-    """(prompt, tokens, Sampling, options) -> the result of generate, without a server."""
+    """(prompt, tokens, Sampling) -> the result of generate, without a server."""
     session = Session(load_model(directory, "cpu", torch.float32), LENGTH)
 
-    def answer(prompt, count=12, sampling=None, **options):
+    def answer(prompt, count=12, sampling=None):
+        if sampling is None:
+            return greedy(prompt, count)
         session.reset()
-        return generate(
-            session, tokenizer, prompt, count, sampling or Sampling(temperature=0), **options
-        )
+        return generate(session, tokenizer, prompt, count, sampling)
+
+    @cache
+    def greedy(prompt, count):
+        return answer(prompt, count, Sampling(temperature=0))
 
     return answer
 
@@ -442,9 +447,9 @@ def test_answers_decode_side_by_side_and_are_those_given_alone(start, alone, mon
     )
     requests = [(f"def f{n}(x):\n", {"seed": n, "temperature": 0.9 * (n % 2)}) for n in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda r: running.complete(r[0], max_tokens=20, **r[1]), requests))
+        found = list(pool.map(lambda r: running.complete(r[0], **r[1]), requests))
     for (prompt, options), answer in zip(requests, found, strict=True):
-        assert answer.choices[0].text == alone(prompt, 20, Sampling(**options))["text"]
+        assert answer.choices[0].text == alone(prompt, 12, Sampling(**options))["text"]
     assert max(sizes) > 2
 
 
@@ -491,11 +496,11 @@ def test_a_conversation_survives_other_requests(running):
     talk = [{"role": "user", "content": PROMPT * 6}]
     client, known = running.client.chat.completions, 0
     for turn in range(3):
-        found = client.create(model="any", messages=talk, max_tokens=8, temperature=0)
+        found = client.create(model="any", messages=talk, max_tokens=4, temperature=0)
         assert found.usage.prompt_tokens_details.cached_tokens >= known
         known = found.usage.prompt_tokens
         for n in range(3):  # titles, tags, ...
-            running.complete(f"A title {turn} {n}: {PROMPT}", max_tokens=4)
+            running.complete(f"A title {turn} {n}: {PROMPT}", max_tokens=1)
         talk.append({"role": "assistant", "content": found.choices[0].message.content})
         talk.append({"role": "user", "content": "x = 1\n"})
 
@@ -515,9 +520,9 @@ def test_a_bias_forbids_and_forces_tokens(running):
 
 def test_penalties_are_those_of_the_library(running, alone):
     penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
-    found = running.complete(max_tokens=40, temperature=0, **penalties).choices[0].text
-    assert found == alone(PROMPT, 40, Sampling(temperature=0, **penalties))["text"]
-    assert found != alone(PROMPT, 40, Sampling(temperature=0))["text"]
+    found = running.complete(max_tokens=24, temperature=0, **penalties).choices[0].text
+    assert found == alone(PROMPT, 24, Sampling(temperature=0, **penalties))["text"]
+    assert found != alone(PROMPT, 24, Sampling(temperature=0))["text"]
 
 
 PERSON = {
@@ -550,16 +555,16 @@ def test_formats_of_neighbors_differ(running, alone):
         format = {"type": "json_schema", "json_schema": schema} if n % 2 else {"type": "text"}
         return (
             running.complete(
-                f"{n} = ", temperature=0, max_tokens=20, extra_body={"response_format": format}
+                f"{n} = ", temperature=0, max_tokens=10, extra_body={"response_format": format}
             )
             .choices[0]
             .text
         )
 
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(ask, range(8)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
     for n, text in enumerate(found):
-        expected = str(n) if n % 2 else alone(f"{n} = ", 20, Sampling(temperature=0))["text"]
+        expected = str(n) if n % 2 else alone(f"{n} = ", 10, Sampling(temperature=0))["text"]
         assert text == expected
 
 
@@ -607,10 +612,10 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("count", (24, pytest.param(200, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.slow)))
 def test_concurrent_requests_get_their_own_answers(running, alone, count):
     words = [f"{chr(97 + n % 26)}{n} = {n * 37 % 1000}\n" for n in range(count)]
-    expected = {word: alone(word, 3)["text"] for word in words[::8]}
+    expected = {word: alone(word, 3)["text"] for word in words[:: max(4, count // 25)]}
 
     async def ask_all(words: list[str]) -> list[tuple]:
         client = openai.AsyncOpenAI(
@@ -645,18 +650,18 @@ def test_concurrent_requests_get_their_own_answers(running, alone, count):
 def test_a_request_of_many_answers_keeps_nobody_waiting(start, slowly, alone):
     running = start(options=("--max_batch", "2"))
     prompts = [f"{PROMPT}{letter}" for letter in "abc"]
-    large = running.complete(prompts, n=4, max_tokens=6, seed=3).choices  # alone
+    large = running.complete(prompts, n=4, max_tokens=3, seed=3).choices  # alone
     found: dict[str, list] = {}
 
     def ask() -> None:
-        found["large"] = running.complete(prompts, n=4, max_tokens=6, seed=3).choices
+        found["large"] = running.complete(prompts, n=4, max_tokens=3, seed=3).choices
 
     thread = threading.Thread(target=ask)
     thread.start()
     wait_until(lambda: len(running.scheduler.clients) == 2)
-    small = running.complete(temperature=0, max_tokens=6).choices[0].text
+    small = running.complete(temperature=0, max_tokens=3).choices[0].text
     (waiting,) = running.scheduler.queue  # "large", whose other answers have not begun
-    assert waiting.begun < 8 and thread.is_alive() and small == alone(PROMPT, 6)["text"]
+    assert waiting.begun < 8 and thread.is_alive() and small == alone(PROMPT, 3)["text"]
     thread.join(60)
     assert [(choice.index, choice.text) for choice in found["large"]] == [
         (choice.index, choice.text) for choice in large
@@ -668,7 +673,8 @@ def test_a_request_of_many_answers_keeps_nobody_waiting(start, slowly, alone):
 def test_a_full_queue_returns_429_with_retry_after(start, slowly):
     running = start(max_queue=2, options=ALONE)
     waiting = [
-        threading.Thread(target=running.complete, kwargs={"max_tokens": 20}) for _ in range(3)
+        threading.Thread(target=running.complete, kwargs={"max_tokens": count})
+        for count in (20, 1, 1)
     ]
     waiting[0].start()
     wait_until(lambda: running.scheduler.clients)
@@ -709,7 +715,7 @@ def test_a_disconnect_stops_the_generation(start, slowly, streaming):
 
 def test_a_disconnect_leaves_the_queue(start, slowly):
     running = start(max_queue=1, options=ALONE)
-    first = threading.Thread(target=running.complete, kwargs={"max_tokens": 60})
+    first = threading.Thread(target=running.complete, kwargs={"max_tokens": 30})
     first.start()
     wait_until(lambda: running.scheduler.clients)
     with pytest.raises(openai.APITimeoutError):
@@ -720,7 +726,7 @@ def test_a_disconnect_leaves_the_queue(start, slowly):
 
 
 def test_the_time_limit_cuts_an_answer(start, slowly):
-    running = start(time_limit=0.5)
+    running = start(time_limit=0.3)
     found = running.complete(max_tokens=200, temperature=0)
     assert found.choices[0].finish_reason == "length" and found.usage.completion_tokens < 50
 
@@ -1043,9 +1049,9 @@ def test_a_client_that_never_reads_loses_its_place(start, monkeypatch):
 
 def test_a_client_that_reads_slowly_keeps_its_place(start, monkeypatch):
     """Each timeout it has read some bytes."""
-    monkeypatch.setattr(connections, "READ_TIMEOUT", 0.5)
-    with narrow(start(), monkeypatch, answers=3, tokens=200) as client:
-        found, end = b"", time.monotonic() + 2.5
+    monkeypatch.setattr(connections, "READ_TIMEOUT", 0.3)
+    with narrow(start(), monkeypatch, answers=3, tokens=100) as client:
+        found, end = b"", time.monotonic() + 1
         while time.monotonic() < end:
             found += client.recv(2000)
             time.sleep(0.05)
@@ -1139,7 +1145,7 @@ def test_idle_sockets_lock_nobody_out(start, monkeypatch):
 
 
 def test_a_late_second_request_is_closed(start, monkeypatch):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 1.0)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.5)
     running = start()
     port = int(running.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
@@ -1147,7 +1153,7 @@ def test_a_late_second_request_is_closed(start, monkeypatch):
         answer = client.recv(4096)
         while b"ok" not in answer:
             answer += client.recv(4096)
-        time.sleep(1.5)  # idle between requests: that is allowed for longer
+        time.sleep(0.7)  # idle between requests: that is allowed for longer
         client.sendall(b"GET /health HT")
         assert client.recv(1) == b""
 
@@ -1460,9 +1466,28 @@ def listening(process: subprocess.Popen) -> str:
     raise AssertionError("it does not listen")
 
 
-def start_command(directory, *options) -> subprocess.Popen:
+# serve.py, which prints the names of all modules when it gets SIGUSR1.
+NAMES_MODULES = """
+import runpy, signal, sys
+
+def name_modules(*_):
+    print("modules:", *sorted(sys.modules), file=sys.stderr, flush=True)
+
+signal.signal(signal.SIGUSR1, name_modules)
+sys.argv[0] = "serve.py"
+runpy.run_path("serve.py", run_name="__main__")
+"""
+
+
+def modules(server: subprocess.Popen) -> set[str]:
+    server.send_signal(signal.SIGUSR1)
+    line = next(line for line in server.stderr if line.startswith("modules: "))
+    return {*line.split()}
+
+
+def start_command(directory, *options, script=("serve.py",)) -> subprocess.Popen:
     arguments = "--checkpoint_path", str(directory), "--port", "0", "--max_seq_len", "4096"
-    return command("serve.py", *arguments, *options, cwd=ROOT)
+    return command(*script, *arguments, *options, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -1473,11 +1498,23 @@ def start_command(directory, *options) -> subprocess.Popen:
     ),
 )
 def test_ctrl_c_during_an_answer_exits_cleanly(directory, number, options):
-    server = start_command(directory, *options)
+    """Nor do the first requests import anything: that takes up to half a second, for all."""
+    server = start_command(directory, *options, script=("-c", NAMES_MODULES))
+    user = [{"role": "user", "content": "x"}]
+    bodies = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    bodies |= {path: {"messages": user} for path in ("chat/completions", "messages")}
     try:
+        url = listening(server)
+        assert httpx.get(f"{url}/health").status_code == 200
+        before = modules(server)
+        for path, body in bodies.items():
+            limit = "max_output_tokens" if path == "responses" else "max_tokens"
+            request = {**body, limit: 2, "stream": True}
+            assert httpx.post(f"{url}/v1/{path}", json=request, timeout=60).status_code == 200
+        assert modules(server) - before == set()
         # Greedy: a sampled answer may end before its limit.
         request = {"prompt": "x", "max_tokens": 4000, "temperature": 0, "stream": True}
-        url = listening(server) + "/v1/completions"
+        url += "/v1/completions"
         with httpx.stream("POST", url, json=request, timeout=60) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -1631,29 +1668,3 @@ def test_events_that_arrive_together_are_sent_together():
         return found + [part async for part in stream]
 
     assert asyncio.run(parts()) == [b"begin 0 ", b"1 ", b"2 ", b"3 end usage"]
-
-
-def test_the_first_requests_import_nothing():
-    """An import takes up to half a second, in which no stream gets a token."""
-    script = (
-        "import sys\n"
-        "sys.path.insert(0, 'tests')\n"
-        "from generate import embedded_checkpoint\n"
-        "from local_server import LocalServer, httpx\n"
-        "server = LocalServer(embedded_checkpoint(), 64)\n"
-        "user = [{'role': 'user', 'content': 'x'}]\n"
-        "bodies = {'completions': {'prompt': 'x'}, 'responses': {'input': 'x'}}\n"
-        "bodies |= dict.fromkeys(('chat/completions', 'messages'), {'messages': user})\n"
-        "httpx.get(server.url + '/health')\n"
-        "before = set(sys.modules)\n"
-        "for path, body in bodies.items():\n"
-        "    limit = 'max_output_tokens' if path == 'responses' else 'max_tokens'\n"
-        "    answer = server.post(path, json={**body, limit: 2, 'stream': True})\n"
-        "    assert answer.status_code == 200\n"
-        "print(sorted(set(sys.modules) - before))\n"
-        "server.close()\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "[]"

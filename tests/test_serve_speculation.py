@@ -55,10 +55,10 @@ def test_streamed_and_whole_answers_are_those_of_plain_steps(serving):
     running, alone = serving
     before = running.metric("accepted_tokens_total")
     for prompt in (REPEATED, "class A:\n"):
-        expected = alone(prompt, 24)
-        whole = greedy(running, prompt, 24)
+        expected = alone(prompt, 16)
+        whole = greedy(running, prompt, 16)
         parts = list(
-            greedy(running, prompt, 24, stream=True, stream_options={"include_usage": True})
+            greedy(running, prompt, 16, stream=True, stream_options={"include_usage": True})
         )
         assert whole.choices[0].text == expected["text"]
         assert "".join(p.choices[0].text for p in parts if p.choices) == expected["text"]
@@ -73,24 +73,24 @@ def test_streamed_and_whole_answers_are_those_of_plain_steps(serving):
 def test_a_stop_text_may_end_an_answer_anywhere_in_a_pass(serving):
     """The next turn goes on with the text up to it."""
     running, alone = serving
-    text = alone(REPEATED, 40)["text"]
+    text = alone(REPEATED, 24)["text"]
     for start in range(4, 24, 10):
         stop = text[start : start + 3]
-        expected = alone(REPEATED, 40, stop=[stop])
-        found = greedy(running, REPEATED, 40, stop=stop)
+        expected = alone(REPEATED, 24, stop=[stop])
+        found = greedy(running, REPEATED, 24, stop=stop)
         assert found.choices[0].text == expected["text"] == text[: text.index(stop)]
         assert found.choices[0].finish_reason == "stop"
         assert found.usage.completion_tokens == expected["new_tokens"]
         after = REPEATED + found.choices[0].text + "\n# then"
-        assert greedy(running, after, 9).choices[0].text == alone(after, 9)["text"]
+        assert greedy(running, after, 5).choices[0].text == alone(after, 5)["text"]
 
 
 def test_a_conversation_goes_on_after_passes(serving):
     running, alone = serving
     prompt = REPEATED
     for turn in range(3):
-        found = greedy(running, prompt, 12)
-        assert found.choices[0].text == alone(prompt, 12)["text"]
+        found = greedy(running, prompt, 8)
+        assert found.choices[0].text == alone(prompt, 8)["text"]
         assert turn == 0 or found.usage.prompt_tokens_details.cached_tokens > 0
         prompt += found.choices[0].text + f"\n# {turn}\n"
 
@@ -129,11 +129,11 @@ def test_a_seed_and_logprobs_leave_drafts_out(serving):
     """The same seed gives the same text; details are those of plain steps."""
     running, _ = serving
     before = running.metric("drafted_tokens_total")
-    first, second = (running.complete(REPEATED, max_tokens=16, seed=3) for _ in range(2))
+    first, second = (running.complete(REPEATED, max_tokens=8, seed=3) for _ in range(2))
     assert first.choices[0].text == second.choices[0].text
-    found = greedy(running, REPEATED, 16, logprobs=2).choices[0]
-    assert len(found.logprobs.tokens) == 16
-    greedy(running, REPEATED, 12, frequency_penalty=0.5)
+    found = greedy(running, REPEATED, 8, logprobs=2).choices[0]
+    assert len(found.logprobs.tokens) == 8
+    greedy(running, REPEATED, 8, frequency_penalty=0.5)
     assert running.metric("drafted_tokens_total") == before
 
 

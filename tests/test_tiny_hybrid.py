@@ -89,14 +89,16 @@ def another(hybrid_directory):
 
 
 @pytest.fixture(scope="module")
-def alone(another):
+def alone(another, prompts):
     """(ids, count) -> the greedy answer in a session that has seen nothing else."""
     known = {}
+    longest = {tuple(ids): 32 for ids in prompts}  # what several tests ask for, at once
 
     def answer(ids: list[int], count: int) -> list[int]:
         key = tuple(ids)
         if count > len(known.get(key, ())):  # a shorter one is the beginning of a longer one
-            known[key] = list(Session(another, 512).stream(ids, count, GREEDY))
+            count_now = max(count, longest.get(key, 0))
+            known[key] = list(Session(another, 512).stream(ids, count_now, GREEDY))
         return known[key][:count]
 
     return answer
@@ -167,12 +169,13 @@ def test_logits_are_those_of_transformers(model, tokenizer, peer):
 
 def test_perplexity_is_that_of_the_readmes_method(model, tokenizer, peer):
     """transformers' model, scored as for the README; and the figure that was measured."""
-    ids = tokenizer.encode(BEGINNING)
-    assert 3_900 < len(ids) < 4_100
-    found = perplexity(model, tokenizer, BEGINNING, WINDOW, progress=False)["perplexity"]
+    text = BEGINNING[:6_500]
+    ids = tokenizer.encode(text)
+    assert 1_900 < len(ids) < 2_100
+    found = perplexity(model, tokenizer, text, WINDOW, progress=False)["perplexity"]
     nats, load = training.score(peer, ids, WINDOW)
     assert found == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-5)
-    assert found == pytest.approx(12.4207, abs=1e-3)
+    assert found == pytest.approx(12.9551, abs=1e-3)
     assert load.min() > 0.25  # every expert is in use
 
 
@@ -314,7 +317,7 @@ def test_the_command_drafts_by_the_head(hybrid_directory, monkeypatch, capsys):
         (*mtp, "--draft_vocab", "40"),
         ("--speculate", "auto"),
     ):
-        arguments = "generate.py", *common, "--max_new_tokens", "24", "--ignore_eos", *more
+        arguments = "generate.py", *common, "--max_new_tokens", "16", "--ignore_eos", *more
         monkeypatch.setattr("sys.argv", [*arguments, "--prompt", "def read_lines(path):", "--json"])
         assert generate_command() == 0
         found.append(json.loads(capsys.readouterr().out))

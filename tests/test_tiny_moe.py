@@ -55,11 +55,20 @@ def command(
     )
 
 
+PROMPT = "--prompt", "def main():\n", "--max_new_tokens", "20", "--seed"
+
+
 @pytest.fixture(scope="session")
-def directory(cache) -> Path:
-    """Return the converted checkpoint, made by the command's first run."""
-    run = command(cache, "--prompt", "import os", "--max_new_tokens", "1")
+def first_run(cache) -> subprocess.CompletedProcess:
+    """Run the command, which converts the checkpoint."""
+    run = command(cache, *PROMPT, "3")
     assert run.returncode == 0, run.stderr
+    return run
+
+
+@pytest.fixture(scope="session")
+def directory(cache, first_run) -> Path:
+    """Return the converted checkpoint, made by the command's first run."""
     (found,) = cache.glob("moe-fast/tiny-moe-*/model_bf16")
     return found
 
@@ -121,13 +130,11 @@ def test_it_is_trained_and_its_experts_are_balanced(size, stated, directory):
     assert share.min() > 0.25
 
 
-def test_the_command_needs_no_checkpoint(cache, directory, monkeypatch, capsys):
-    arguments = ("--prompt", "def main():\n", "--max_new_tokens", "20", "--seed", "3")
-    first = command(cache, *arguments)
-    assert first.returncode == 0 and len(first.stdout) > 20
-    assert re.fullmatch(LAST_LINE, first.stderr.splitlines()[-1])
-    assert run_main(monkeypatch, capsys, cache, *arguments)[1] == first.stdout
-    assert run_main(monkeypatch, capsys, cache, *arguments[:-1], "4")[1] != first.stdout
+def test_the_command_needs_no_checkpoint(cache, first_run, directory, monkeypatch, capsys):
+    assert len(first_run.stdout) > 20
+    assert re.fullmatch(LAST_LINE, first_run.stderr.splitlines()[-1])
+    assert run_main(monkeypatch, capsys, cache, *PROMPT, "3")[1] == first_run.stdout
+    assert run_main(monkeypatch, capsys, cache, *PROMPT, "4")[1] != first_run.stdout
     Checkpoint(directory).verify(progress=False)
 
 

@@ -849,7 +849,7 @@ KEYS = [
 
 
 @given(config=st.dictionaries(st.sampled_from(KEYS), JSON), eos=JSON)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_configs_of_any_shape(tmp_path_factory, sp_dir, llama_dir, config, eos):
     for source in (sp_dir, llama_dir):
         target = tmp_path_factory.getbasetemp() / "shapes" / source.name

@@ -103,9 +103,9 @@ def with_template(directory: Path, folder: Path, template: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(directory, tmp_path_factory, few_threads):
+def server(shallow_directory, tmp_path_factory, few_threads):
     with pytest.MonkeyPatch.context() as patch:
-        model = with_template(directory, tmp_path_factory.mktemp("hermes"), HERMES)
+        model = with_template(shallow_directory, tmp_path_factory.mktemp("hermes"), HERMES)
         server = Server(model, patch, cors_origin="https://page.example")
         yield server
         server.close()
@@ -385,11 +385,20 @@ def test_an_open_block_is_closed_before_a_forced_call(directory, tmp_path):
     assert tokenizer.decode(generation.prompt_ids).replace("  ", " ").endswith(end)
 
 
+@pytest.fixture(scope="module")
+def unscripted(directory, tmp_path_factory, few_threads):
+    """A server of the embedded model's own answers."""
+    model = with_template(directory, tmp_path_factory.mktemp("unscripted"), HERMES)
+    server = LocalServer(model, LENGTH)
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize("choice", ("required", "weather"))
-def test_forced_calls_have_arguments_of_their_schema(directory, tmp_path, choice):
+def test_forced_calls_have_arguments_of_their_schema(unscripted, choice):
     place = {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 3]}},
+        "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"enum": [1, 3]}},
         "required": ["city", "days"],
         "additionalProperties": False,
     }
@@ -397,16 +406,12 @@ def test_forced_calls_have_arguments_of_their_schema(directory, tmp_path, choice
     if choice != "required":
         tools.append({"type": "function", "function": {"name": "other"}})
         choice = {"type": "function", "function": {"name": choice}}
-    server = LocalServer(with_template(directory, tmp_path, HERMES), LENGTH)
-    try:
-        options = {"tools": tools, "tool_choice": choice, "seed": 1, "max_tokens": 300}
-        (found,) = server.chat(QUESTION, **options).choices
-        assert found.finish_reason == ("tool_calls" if choice == "required" else "stop")
-        (call,) = found.message.tool_calls
-        assert call.function.name == "weather"
-        jsonschema.validate(json.loads(call.function.arguments), place)
-    finally:
-        server.close()
+    options = {"tools": tools, "tool_choice": choice, "seed": 1, "max_tokens": 300}
+    (found,) = unscripted.chat(QUESTION, **options).choices
+    assert found.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    (call,) = found.message.tool_calls
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), place)
 
 
 def test_templates_get_arguments_as_objects(directory, tmp_path):

@@ -132,7 +132,7 @@ def test_the_models_own_answer_has_the_format(directory, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def plain(directory, tmp_path_factory, few_threads):
+def plain(shallow_directory, tmp_path_factory, few_threads):
     """A server of scripted answers, whose template knows no tools and refuses equal roles."""
     template = """\
 {%- for m in messages %}
@@ -140,7 +140,7 @@ def plain(directory, tmp_path_factory, few_threads):
 [{{ m.role }}]{{ m.content }}
 {%- endfor %}[assistant]"""
     with pytest.MonkeyPatch.context() as patch:
-        model = with_template(directory, tmp_path_factory.mktemp("plain"), template)
+        model = with_template(shallow_directory, tmp_path_factory.mktemp("plain"), template)
         server = Server(model, patch)
         yield server
         server.close()
@@ -177,7 +177,7 @@ def test_a_model_without_tools_calls_one_if_it_must(directory, tmp_path, templat
     """The embedded model, by a grammar."""
     place = {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 9}},
+        "properties": {"city": {"type": "string", "maxLength": 4}},
         "required": ["city"],
         "additionalProperties": False,
     }

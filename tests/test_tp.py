@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import tp_worker
-from conftest import smoke_diagonal
+from conftest import KINDS_OF_FAMILIES, smoke_diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -358,9 +358,15 @@ NARROW = {
 NARROW_FORMATS = "int4", "fp8b"
 # An eighth of these small rows is less than the 64 codes that 8-bit formats pack together.
 FOR_8_RANKS = "fp32", "int4", "hqq2"
+SLOW = pytest.mark.slow
 COMPILED = ("olmoe", "fp32"), ("olmoe", "int8")  # with two all-reduces that are independent
 OLMOE = [("olmoe", format, parallel) for format in ("fp32", "int4") for parallel in tp.PARALLEL]
-CASES = smoke_diagonal(FAMILIES, PLAIN_AND_PACKED, tp.PARALLEL, also=OLMOE)
+CASES = [
+    case
+    if case.values[0] in (*KINDS_OF_FAMILIES, "olmoe")
+    else pytest.param(*case.values, marks=SLOW)
+    for case in smoke_diagonal(FAMILIES, PLAIN_AND_PACKED, tp.PARALLEL, also=OLMOE)
+]
 QUICK = {tuple(case.values) for case in CASES if not case.marks}
 RANKS = (2, pytest.param(4, marks=pytest.mark.slow))
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -58,19 +59,24 @@ OTHERS = ".venv/", "tests/", "benchmarks/", "ops/launch.py", "ops/gpu.py", "ops/
 Seen = dict[str, dict[str, None]]  # file -> its functions, in order of their first call
 
 
+@cache  # a step calls PyTorch's functions thousands of times
+def recorded_file(name: str) -> str:
+    """Return a file of the repository that is recorded, relative to it; "" for another file."""
+    path = Path(name)
+    file = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    return "" if file.startswith(OTHERS) else file
+
+
 @contextmanager
 def recorded_calls() -> Iterator[Seen]:
     """Yield what fills with the repository's functions that are called within."""
     seen: Seen = {}
 
     def note(frame, event: str, _) -> None:
-        code, name = frame.f_code, frame.f_code.co_qualname
-        path = Path(code.co_filename)
-        if event != "call" or "<" in name or not path.is_relative_to(ROOT):
-            return
-        file = path.relative_to(ROOT).as_posix()
-        if not file.startswith(OTHERS):
-            seen.setdefault(file, {})[name] = None
+        if event == "call" and (file := recorded_file(frame.f_code.co_filename)):
+            name = frame.f_code.co_qualname
+            if "<" not in name:
+                seen.setdefault(file, {})[name] = None
 
     sys.setprofile(note)
     try:
