@@ -138,7 +138,7 @@ def test_tasks_are_compiled_in_the_background(compile_later, compile_some, caplo
     fake = FakeHelper(2)
     assert compile_later(["a", "b"], fake)() and fake.given is None  # no helper is started
     ahead.remembered[:] = [ahead.folder() / "model"]
-    compile_later(["a", "c"], FakeHelper(1))
+    assert wait_until(compile_later(["a", "c"], FakeHelper(1)))
     compile_some(["a"], 1)
     assert json.loads(ahead.remembered[0].read_text()) == ["a"]
 
