@@ -70,7 +70,7 @@ class MTPDrafter(DraftModel):
         like, D = target.model.embedding.weight, head.args.dim
         self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
-        self.own_hidden = like.new_zeros(1, 1, D)  # the head's, of its last query
+        self.own_hidden: Tensor  # the head's [1, 1, D], of its last query
         self.numbers = self.shared_integers(1, self.width + 2)  # of `begin_chain`
         self.upload = Upload(self.numbers)
         by_kernel = self.runner.chooses_by_kernels
@@ -161,7 +161,9 @@ class MTPDrafter(DraftModel):
         """
         target, self.amount = self.target, self.candidates(sampling)
         self.last.zero_()  # the row is active
-        if self.device.type == "cuda":  # a pass of an answer that was left may read the numbers
+        if (
+            self.runner.chooses_by_kernels
+        ):  # the pass of an answer that was left may read the numbers
             torch.cuda.current_stream(self.device).synchronize()
         run_chain = self.warm_up_chain(self.count)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)

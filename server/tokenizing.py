@@ -45,6 +45,8 @@ class TokenizerPool:
     vocabulary: the same tokenizer in this process, for what takes no time.
     """
 
+    command = sys.executable, "-m", "server.tokenizing"  # of a worker; the directory follows
+
     def __init__(self, directory: Path, max_seq_len: int, workers: int = WORKERS):
         self.directory, self.workers, self.closed = directory, workers, False
         self.vocabulary = load_tokenizer(directory)
@@ -57,8 +59,7 @@ class TokenizerPool:
             self.idle.put(process)
 
     def _start(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "server.tokenizing", str(self.directory.absolute())]
-        pipe = subprocess.PIPE
+        command, pipe = [*self.command, str(self.directory.absolute())], subprocess.PIPE
         # The worker gets a process group, so that `end` reaches its child, too.
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, process_group=0

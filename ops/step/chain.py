@@ -57,7 +57,7 @@ def _begin_chain(numbers, ring, seen, state, place, pairs, s: tl.constexpr, PDL:
     if n == 0:
         tl.store(pairs.last, count - 1)
         tl.store(state.position, newest)
-        tl.store(place, newest * 0)
+        tl.store(place, 0)
 
 
 def begin_chain(numbers: Tensor, ring: Tensor, seen: Tensor, state: tuple, place: Tensor) -> Pairs:
