@@ -12,6 +12,7 @@ from runtime.sampling import (
     NOT_FINITE,
     StepState,
     exponential,
+    penalize,
     rank_candidates,
     sample,
     step_to,
@@ -39,15 +40,18 @@ def choose_draft(
 
     logits fp32 [1, N], of the part's tokens (None: of all). candidates: sample among as many, and
     write the distribution; 0: greedy. certain: write the largest probability of a greedy draft,
-    too. The kernels of ops/step/token_draw.py choose the same drafts.
+    too. It is not that of the draft: if drafts were dropped for which tokens they are, the others
+    would be too frequent, and the text would have another distribution. The kernels of
+    ops/step/token_draw.py choose the same drafts.
     """
     if part is not None:
         logits = spread_logits(logits, part.rows)
     q = draw_with_probabilities(state, logits, candidates) if candidates else None
     if q is None:
-        step_to(state, sample(logits, state.controls, state.seen, None))
         if certain:
-            note_certainty(logits, drafts)
+            penalized = penalize(logits, state.seen, state.controls[:, 4:])
+            drafts.certainty.index_copy_(0, drafts.place, penalized.softmax(dim=-1).amax(dim=1))
+        step_to(state, sample(logits, state.controls, state.seen, None))
     else:
         drafts.q.index_copy_(0, drafts.place, q)
         drafts.certainty.index_copy_(0, drafts.place, q.amax(dim=1))
@@ -67,12 +71,3 @@ def draw_with_probabilities(state: StepState, logits: Tensor, count: int) -> Ten
     chosen = tokens.gather(1, argmax(weights / noise))
     step_to(state, torch.where(finite, chosen, NOT_FINITE))
     return q
-
-
-def note_certainty(logits: Tensor, drafts: Drafts) -> None:
-    """Write the largest probability of a draft from logits [1, N].
-
-    Not the draft's own: if drafts were dropped for which tokens they are, the others would be too
-    frequent, and the text would have another distribution.
-    """
-    drafts.certainty.index_copy_(0, drafts.place, logits.softmax(dim=-1).amax(dim=1))

@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import Block, Chunk, Context, Transformer
+from model import Block, Chunk, Context, RMSNorm, Transformer
 from ops.inductor import materialize
 from ops.launch import KernelError, can_launch, compile_only, give_up
+from ops.products.join import norm_tokens
 from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.logit_edits import edit_logits
 from ops.step.token_draw import Drafts, draw_tokens
-from runtime.draft_choice import DRAFT_STREAM, note_certainty
+from runtime.draft_choice import DRAFT_STREAM, VocabularyPart
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
+from runtime.fused_pairs import begin_pairs
 from runtime.fused_prompt import PromptRunner, state_of_its_own
 from runtime.layer_kinds import kinds_of
+from runtime.plain_forms import undeclared
 from runtime.logit_edits import EditState
 from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
@@ -64,16 +67,13 @@ def after_ffn(block: Block, x: tuple, y: Tensor) -> Tensor:
     return block.add_ffn(x, y, NO_NORM)[0]
 
 
-def begin_rows(
-    tokens: Tensor, positions: Tensor, embedding: Tensor, table: Tensor
-) -> tuple[Tensor, Tensor]:
+def begin_rows(model: Transformer, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return embeddings x [B, Q, D] and RoPE [B, Q, 1, R] of tokens at positions, int64 [B, Q].
 
-    embedding [V, D]; table fp32 [S, R], as in `Transformer.make_rope_table`. Inductor would take
-    seconds to import and to compile that.
+    Inductor would take seconds to import and to compile that.
     """
-    x = gather_rows(embedding, tokens.flatten(), 1, None)
-    rope = gather_rows(table, positions.flatten(), 1, None)
+    x = gather_rows(model.embedding.weight, tokens.flatten(), 1, None)
+    rope = gather_rows(model.rope_table, positions.flatten(), 1, None)
     return x.view(*tokens.shape, -1), rope.view(*tokens.shape, 1, -1)
 
 
@@ -95,15 +95,31 @@ def run_core(attention: nn.Module, projected: Tensor, context: Context) -> Tenso
     return attention.core(projected, context).contiguous()
 
 
-def can_begin_fused(model: Transformer, layers: Collection[FusedLayer]) -> bool:
-    """Whether kernels begin: plain embeddings, and attention by kernels in all layers."""
-    plain = Transformer.begin, Transformer.embed
+def begin_kernels(model: Transformer, layers: Collection[FusedLayer]) -> Callable | None:
+    """Return `begin_rows` or what replaces it; None, if no kernels begin.
+
+    They do for plain embeddings and those of a head, if kernels compute attention in all layers.
+    """
     attentions = [layer.attention.attention for layer in layers]
-    return (
-        (type(model).begin, type(model).embed) == plain
-        and len(attentions) == len(model.layers)
-        and all(hasattr(attention, "takes") for attention in attentions)
-    )
+    if len(attentions) < len(model.layers) or not all(hasattr(a, "takes") for a in attentions):
+        return None
+    if (type(model).begin, type(model).embed) == (Transformer.begin, Transformer.embed):
+        return partial(begin_rows, model)
+    return begin_pairs(model)
+
+
+def draw_draft(
+    state: StepState,
+    logits: Tensor,
+    drafts: Drafts,
+    part: VocabularyPart | None,
+    candidates: int,
+    certain: bool,
+) -> None:
+    """`choose_draft` by kernels."""
+    noted = drafts if certain or candidates else drafts._replace(certainty=None)
+    ids = None if part is None else part.ids
+    draw_tokens(logits, state, ids, noted, candidates > 0, DRAFT_STREAM)
 
 
 def is_all_kernels(layer: FusedLayer, x: Tensor, context: Context) -> bool:
@@ -148,7 +164,8 @@ class FusedRunner(CompiledRunner):
         self.max_tokens = MAX_FEW if self.takes_tokens(MAX_FEW) else 1
         self.prompt_chunks = tuple(size for size in PROMPT_CHUNKS if self.takes_tokens(size))
         self.short_chunks = self.prompt_chunks or self.short_chunks
-        self.begins_fused = can_begin_fused(model, layers.values())
+        self.begin_kernels = begin_kernels(model, layers.values())
+        self.norm_is_plain = not undeclared(model.norm, RMSNorm)
         self.chooses_by_kernels = can_launch(model.norm.weight)
         self.compiled_begin_tokens = self.compile_few(begin_plainly, options=BEGIN_OPTIONS)
         self.compiled_end_tokens = self.compile_few(end_tokens)
@@ -202,8 +219,8 @@ class FusedRunner(CompiledRunner):
         """
         model, T = self.model, rows * queries
         tokens = torch.zeros(rows, queries, dtype=torch.int64, device=model.norm.weight.device)
-        if self.begins_fused:
-            begin_rows(tokens, tokens, model.embedding.weight, model.rope_table)
+        if self.begin_kernels is not None:
+            self.begin_kernels(tokens, tokens)
         x = model.norm.weight.new_empty(T, model.args.dim, dtype=model.embedding.weight.dtype)
         rope = model.rope_table.new_empty(rows, queries, 1, model.rope_table.shape[1])
         context = Context(rope, positions=tokens, last=tokens[:, 0])
@@ -249,15 +266,15 @@ class FusedRunner(CompiledRunner):
         self.is_prompt = tokens.numel() > MAX_FEW
         if not self.is_fused:
             return super().begin(model, tokens, span)
-        if self.begins_fused and (found := self.begin_fused(model, tokens, span)):
+        if self.begin_kernels is not None and (found := self.begin_fused(tokens, span)):
             return found
         share_code(tokens, span)
         x, context = self.compiled_begin_tokens(model, tokens, span)
         return x, x, context
 
-    def begin_fused(self, model: Transformer, tokens: Tensor, span: Tensor):
+    def begin_fused(self, tokens: Tensor, span: Tensor):
         """Begin by kernels, if those of all layers run: then none reads masks."""
-        launch = partial(begin_rows, tokens, span, model.embedding.weight, model.rope_table)
+        launch = partial(self.begin_kernels, tokens, span)
         if not self.runs(("begin", tokens.shape), launch):
             return None
         x, rope = launch()
@@ -311,7 +328,22 @@ class FusedRunner(CompiledRunner):
         return self.after_ffn(block, streams, y), *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
-        return self.compiled_norm(model, normed) if self.is_fused else normed
+        return self.last_norm(model, normed) if self.is_fused else normed
+
+    def last_norm(self, model: Transformer, x: Tensor) -> Tensor:
+        """Return the model's last norm of x [B, Q, D]."""
+        if self.norm_is_plain and self.runs("norm", partial(self.launch_norm, x)):
+            return self.launch_norm(x)
+        share_code(x)
+        return self.compiled_norm(model, x)
+
+    def launch_norm(self, x: Tensor) -> Tensor:
+        """`last_norm` by a kernel."""
+        norm = self.model.norm
+        return norm_tokens(x.flatten(0, 1), norm.weight, norm.eps).view_as(x)
+
+    def take_last(self, x: Tensor, last: Tensor) -> Tensor:
+        return gather_rows(x[0], last, 1, None).unsqueeze(0)
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
@@ -328,16 +360,15 @@ class FusedRunner(CompiledRunner):
             return self.compiled_end_tokens(model, normed, last)
         x = normed
         if last is not None and Q > 1:
-            # An idle row's last is -1. One row's takes one kernel less.
-            x = x[:, last] if B == 1 else x[torch.arange(B, device=x.device), last].unsqueeze(1)
+            # An idle row's last is -1.
+            rows = torch.arange(B, device=x.device)
+            x = self.take_last(x, last) if B == 1 else x[rows, last].unsqueeze(1)
         if head.norm is None:
-            share_code(x)
-            x = self.compiled_norm(model, x)
+            x = self.last_norm(model, x)
         return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)
 
     def token_steps(self, rule: Callable) -> tuple[Callable, Callable, Callable]:
         compiled_edit, compiled_sample, compiled_draft = super().token_steps(rule)
-        compiled_note = self.compile(note_certainty)
 
         def edit_step(edits: EditState, state: StepState, logits: Tensor) -> Tensor:
             edit = partial(edit_logits, edits, state, logits)
@@ -352,14 +383,11 @@ class FusedRunner(CompiledRunner):
             draw()
 
         def draft_step(state: StepState, logits: Tensor, drafts: Drafts, *rest) -> None:
-            part, candidates, certain = rest
-            ids, keeps = part.ids if part else None, candidates > 0
-            draw = partial(draw_tokens, logits, state, ids, drafts, keeps, DRAFT_STREAM)
-            if candidates > MAX_CANDIDATES or not self.runs(("draft", keeps), draw):
+            _, candidates, _ = rest
+            draw = partial(draw_draft, state, logits, drafts, *rest)
+            if candidates > MAX_CANDIDATES or not self.runs(("draft", candidates > 0), draw):
                 compiled_draft(state, logits, drafts, *rest)
                 return
-            if certain and not candidates:
-                compiled_note(logits, drafts)
             draw()
 
         return edit_step, sample_step, draft_step

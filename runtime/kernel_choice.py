@@ -41,7 +41,7 @@ def passes_are_kernels(runner: EagerRunner) -> bool:
     """Whether Inductor compiles no part of steps of a few tokens, which takes it seconds each."""
     if not isinstance(runner, FusedRunner) or not runner.takes_tokens(MAX_FEW):
         return False
-    if not runner.begins_fused or runner.head is None or runner.head.norm is None:
+    if runner.begin_kernels is None or runner.head is None or runner.head.norm is None:
         return False
     weight = runner.model.embedding.weight
     positions = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)

@@ -7,6 +7,9 @@ own state and its own draft are the next pair (models/multi_token.py).
 Every step of the target leaves its hidden states in a ring, by position. A chain begins with the
 pairs that became known since the last one: their true states replace in the cache what the head had
 for them. Padding and refused drafts stand past the known pairs, where they are masked.
+
+A pass leaves its tokens where a chain finds them (`runtime.verification.verify_pass`). So on a GPU
+the next chain runs behind a pass at once, while the host reads what the pass has accepted.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ from ops.plain.pending import MAX_TENTATIVE
 from ops.step import chain
 from ops.step.chain import Pairs
 from runtime.drafters import DraftModel
+from runtime.fused_decode import FusedRunner, draw_draft
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling, StepState
 from runtime.session import Session
@@ -44,9 +48,10 @@ def check_mtp_drafts(draft_tokens: int) -> None:
 class MTPDrafter(DraftModel):
     """Drafts up to `count` tokens by a head of the target, sampled as the target's tokens are.
 
-    head: `load_head` makes it. ids: as in DraftModel. least: a chain ends before its first draft of
-    lower probability. The target may take other steps between two chains: the head catches
-    up on the last RING of them. Raises ValueError as `check_mtp_drafts`.
+    head: `load_head` makes it. numbers: where passes write their results. ids: as in DraftModel.
+    least: a chain ends before its first draft of lower probability. The target may take other steps
+    between two chains: the head catches up on the last RING of them. Raises ValueError as
+    `check_mtp_drafts`.
     """
 
     runner_class = None  # the session chooses
@@ -56,6 +61,7 @@ class MTPDrafter(DraftModel):
         head: Transformer,
         target: Session,
         count: int,
+        numbers: Tensor,
         least: float = 0.0,
         ids: Sequence[int] = (),
     ):
@@ -71,15 +77,18 @@ class MTPDrafter(DraftModel):
         self.prompt_hidden = like.new_zeros(1, rows, D)  # the target's last chunk
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
         self.own_hidden: Tensor  # the head's [1, 1, D], of its last query
-        self.numbers = self.shared_integers(1, self.width + 2)  # of `begin_chain`
-        self.upload = Upload(self.numbers)
-        by_kernel = self.runner.chooses_by_kernels
-        self.begin_chain = chain.begin_chain if by_kernel else begin_chain
+        self.numbers, self.upload = numbers, Upload(numbers)
+        self.asked = 0  # drafts of the last chain that was asked for
+        self.repeats = False  # the pass before had as many: `follow` may be called
+        self.ahead = 0  # drafts of the chain that runs behind the last pass
+        self.begin_chain = chain.begin_chain if self.runner.chooses_by_kernels else begin_chain
         self.first = torch.zeros(1, dtype=torch.int64, device=self.device)  # query of a step
         self.chains: dict[tuple[int, int], Callable[[], None]] = {}
         self.filler = FillRunner(head)
         self.store = store_hidden
-        if target.compiled:
+        if target.runner.chooses_by_kernels:
+            self.store = chain.store_hidden
+        elif target.compiled:
             self.store = compiled(store_hidden, dynamic=True)
         target.forget_graphs()  # they have no tap
         tap_hidden(target.runner, self.keep_hidden)
@@ -91,18 +100,19 @@ class MTPDrafter(DraftModel):
         """Forget the sequence."""
         super().reset(row)
         # The cache has `filled` pairs; the ring has the states of positions from `kept` on.
-        self.filled = self.kept = 0
+        self.filled = self.kept = self.ahead = 0
 
     # Hidden states --------------------------------------------------------------------------------
 
     def keep_hidden(self, hidden: Tensor, last: Tensor | None) -> None:
         """Keep the hidden states [1, Q, D] of the target's decode runner.
 
-        The call may be a step, at the target's position, or a short chunk of a prompt: the ring is
-        overwritten where a chunk writes, before it is read.
+        The call may be a short chunk of a prompt, of which one position has logits; or a step or a
+        pass, at the target's position.
         """
-        self.keep_prompt(hidden, last)
-        if hidden.shape[1] <= MAX_TENTATIVE:
+        if hidden.shape[1] > 1 and last is not None:
+            self.keep_prompt(hidden, last)
+        else:
             self.store(self.ring, self.target.position, hidden)
 
     def keep_prompt(self, hidden: Tensor, last: Tensor | None) -> None:
@@ -111,7 +121,7 @@ class MTPDrafter(DraftModel):
 
     def keep_own_hidden(self, hidden: Tensor, last: Tensor) -> None:
         """Keep the head's own [1, Q, D] of the query `last`."""
-        self.own_hidden = hidden if hidden.shape[1] == 1 else hidden.index_select(1, last)
+        self.own_hidden = hidden if hidden.shape[1] == 1 else self.runner.take_last(hidden, last)
 
     def fill(self, start: int, count: int) -> None:
         """Take in `count` tokens of a prompt, which the target ran from position `start` on.
@@ -146,8 +156,7 @@ class MTPDrafter(DraftModel):
             self.run_pairs(hidden, ids[begin + 1 : chunk.stop + 1], begin)
             begin = chunk.stop
         tokens = ids[begin + 1 : end + 1]
-        padding = [tokens[-1]] * (self.width - len(tokens))  # chooses the same experts
-        self.upload([*tokens, *padding, len(tokens), end - 1])
+        self.upload([len(tokens), end, *tokens])
         self.filled = self.cached[0] = end
 
     # Drafts ---------------------------------------------------------------------------------------
@@ -161,10 +170,8 @@ class MTPDrafter(DraftModel):
         """
         target, self.amount = self.target, self.candidates(sampling)
         self.last.zero_()  # the row is active
-        if (
-            self.runner.chooses_by_kernels
-        ):  # the pass of an answer that was left may read the numbers
-            torch.cuda.current_stream(self.device).synchronize()
+        self.asked = self.ahead = 0
+        self.wait_for_chain()  # a pass or a chain of an answer that was left
         run_chain = self.warm_up_chain(self.count)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
         if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
@@ -176,40 +183,82 @@ class MTPDrafter(DraftModel):
     def propose(self, limit: int) -> int:
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
-        if drafts:
+        ahead, self.ahead = self.ahead, 0
+        is_next = ahead >= drafts and self.numbers[1] == known  # no other step has followed
+        self.repeats = drafts == self.asked and known - self.filled <= drafts + 1
+        self.asked = drafts
+        if drafts and not is_next:
+            if ahead:
+                self.wait_for_chain()
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
+        elif drafts:
+            self.filled = self.cached[0] = known
         if not self.least:
             return drafts
         chances = self.written.certainty[:drafts].tolist()  # one wait for the whole chain
         return next((n for n, chance in enumerate(chances) if chance < self.least), drafts)
 
+    def wait_for_chain(self) -> None:
+        """Return when the GPU has read `numbers`."""
+        if self.runner.chooses_by_kernels:  # they are in pinned memory
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def follow(self) -> None:
+        """Run the chain of the next drafts behind the pass that was launched.
+
+        Not if the pass before that had other drafts: a lone one is often followed by plain steps.
+        """
+        self.ahead = self.asked
+        self.cached[0] = self.filled + self.width  # at most
+        self.warm_up_chain(self.ahead)()
+
     def warm_up_chain(self, drafts: int) -> Callable[[], None]:
         """Return the chain of this many drafts, compiled and on CUDA captured on the first call."""
         key = drafts, self.amount
         if key not in self.chains:
-            known = self.numbers.flatten().tolist()
-            # Tokens that are no part of the text, where no sequence reaches.
-            self.upload([*[1] * self.width, 1, self.cache_len - self.width])
+            known = self.numbers.tolist()
+            # A token that is no part of the text, where no sequence reaches.
+            self.upload([1, self.cache_len - self.width + 1, 1])
             run = partial(self.run_chain, *key)
             self.chains[key] = self.capture(run, self.width, self.width)
             self.upload(known)
         return self.chains[key]
 
     def run_chain(self, drafts: int, candidates: int) -> None:
-        """Run the pairs that were sent, then the head's own ones, and choose a draft after each.
+        """Run the pairs of `numbers`, then the head's own ones, and choose a draft after each.
 
         `position` is that of the last pair, one below that of its token.
         """
         state, runner = self.state, self.runner
-        given = self.numbers, self.ring, self.target.seen, state, self.written.place
-        *pairs, self.model.hidden = self.begin_chain(*given)
+        given = self.ring, self.target.seen, state, self.written.place
+        *pairs, self.model.hidden = self.begin_chain(self.numbers, self.width, *given)
         logits = self.model(*pairs, runner=runner)
         self.choose_tokens(state, logits, candidates)
         for _ in range(drafts - 1):
             self.model.hidden = self.own_hidden
             logits = self.model(state.token, state.position, self.first, runner=runner)
             self.choose_tokens(state, logits, candidates)
+
+    def launch_chain(self) -> None:
+        """Launch the kernels of chains, and of the target's steps, over nothing (`collect`)."""
+        state, runner, target = self.state, self.runner, self.target
+        own = self.ring[:, :1]
+        if isinstance(target.runner, FusedRunner):
+            target.runner.launch_norm(own)
+            self.store(self.ring, target.position, own)
+        if not isinstance(runner, FusedRunner):
+            return
+        given = self.ring, target.seen, state, self.written.place
+        _, _, last, hidden = self.begin_chain(self.numbers, self.width, *given)
+        runner.launch_norm(runner.take_last(hidden, last))
+        for self.model.hidden in (hidden, own):
+            for reach in runner.reaches(self.width, self.cache_len):
+                runner.launch_all(1, self.model.hidden.shape[1], reach)
+        logits = torch.empty(1, len(self.part.ids) if self.part else self.seen.shape[1])
+        for candidates in (0, 1):
+            rest = self.part, candidates, self.least > 0
+            draw_draft(state, logits.to(self.device), self.written, *rest)
 
 
 class FillRunner(EagerRunner):
@@ -220,26 +269,29 @@ class FillRunner(EagerRunner):
 
 
 def begin_chain(
-    numbers: Tensor, ring: Tensor, seen: Tensor, state: StepState, place: Tensor
+    numbers: Tensor, width: int, ring: Tensor, seen: Tensor, state: StepState, place: Tensor
 ) -> Pairs:
-    """Return the pairs that a chain begins with; set the chain's state and the place of its drafts.
+    """Return `width` pairs that a chain begins with; set its state and the place of its drafts.
 
-    numbers int64 [1, W + 2]: tokens of known pairs and of padding, how many are known, and the
-    position of the last known one. ring [1, R, D]: hidden states of the last R positions. seen: the
-    target's.
+    numbers int64 [3 or more]: how many pairs became known, the position of the newest token, and
+    the tokens of these pairs. Padding repeats the last one, so that it chooses the same experts.
+    ring [1, R, D]: hidden states of the last R positions. seen: the target's.
     """
-    tokens, count, newest = numbers.split([numbers.shape[1] - 2, 1, 1], dim=1)
+    count, position = numbers[:1], numbers[1:2]
     state.seen.copy_(seen)
-    state.position.copy_(newest)
+    state.position.copy_((position - 1).unsqueeze(1))
     place.zero_()
-    positions = newest + 1 - count + torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = ring.index_select(1, positions[0] % ring.shape[1])
-    return Pairs(tokens, positions, count[0] - 1, hidden)
+    pair = torch.arange(width, device=numbers.device)
+    # The answer ends where a token is -1, after this chain.
+    tokens = numbers[2:].index_select(0, pair.minimum(count - 1)).clamp(min=0)
+    positions = position - count + pair
+    hidden = ring.index_select(1, positions % ring.shape[1])
+    return Pairs(tokens.unsqueeze(0), positions.unsqueeze(0), count - 1, hidden)
 
 
 def store_hidden(ring: Tensor, position: Tensor, hidden: Tensor) -> None:
-    """Write hidden states [1, Q, D] from `position` [1, 1] on to a ring [1, RING, D]."""
-    rows = (position[0] + torch.arange(hidden.shape[1], device=hidden.device)) % RING
+    """Write hidden states [1, Q, D] from `position` [1, 1] on to a ring [1, R, D]."""
+    rows = (position[0] + torch.arange(hidden.shape[1], device=hidden.device)) % ring.shape[1]
     ring.index_copy_(1, rows, hidden)
 
 

@@ -55,23 +55,12 @@ def check_drafting(draft_tokens: int, args: ModelArgs, draft: ModelArgs | None) 
         )
 
 
-def make_drafter(
-    session: Session,
-    count: int,
-    draft: Transformer | None,
-    head: Transformer | None,
-    auto: bool,
-    ids: Sequence[int],
-) -> Drafter:
-    """Return what drafts up to `count` tokens for a session: `Speculation` has the arguments."""
-    drafter: Drafter
-    if head is not None:
-        drafter = MTPDrafter(head, session, count, MIN_OF_HEAD if auto else 0.0, ids)
-    elif draft is not None:
-        drafter = DraftModel(draft, session, count, MIN_PROBABILITY if auto else 0.0, ids)
-    else:
-        return LookupDrafter(session, count)
-    return FirstOf(LookupDrafter(session, count), drafter) if auto else drafter
+def with_lookups(session: Session, count: int, drafter: Drafter | None, auto: bool) -> Drafter:
+    """Return what drafts up to `count` tokens for a session: lookups, `drafter`, or both."""
+    if drafter and not auto:
+        return drafter
+    lookup = LookupDrafter(session, count)
+    return FirstOf(lookup, drafter) if drafter else lookup
 
 
 class PassTokens(NamedTuple):
@@ -127,7 +116,17 @@ class Speculation:
             )
         self.session, self.count, self.auto = session, draft_tokens, auto
         self.control = DraftControl(draft_tokens) if auto else FixedDrafts(draft_tokens)
-        self.drafter = make_drafter(session, draft_tokens, draft, head, auto, draft_ids)  # row 0's
+        size = MAX_DRAFT_TOKENS + 3  # numbers of the widest pass of one sequence, or of several
+        self.result = session.shared_integers(size)
+        by_model: Drafter | None = None
+        self.head: MTPDrafter | None = None
+        if head is not None:
+            least = MIN_OF_HEAD if auto else 0.0
+            self.head = MTPDrafter(head, session, draft_tokens, self.result, least, draft_ids)
+        elif draft is not None:
+            least = MIN_PROBABILITY if auto else 0.0
+            by_model = DraftModel(draft, session, draft_tokens, least, draft_ids)
+        self.drafter = with_lookups(session, draft_tokens, self.head or by_model, auto)  # row 0's
         if self.drafter.q is not None:  # greedy drafts have none
             session.joins_greedy = False
         # The lookup of each row.
@@ -139,10 +138,10 @@ class Speculation:
         self.drafts = session.shared_integers(rows, draft_tokens)
         self.upload = Upload(self.drafts)
         self.begin_pass, self.verify_pass = session.runner.pass_steps()
-        size = MAX_DRAFT_TOKENS + 2  # numbers of the widest pass of one sequence, or of several
-        self.result = session.shared_integers(size)
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
+        self.follows = self.ended is not None  # a head's next chain runs behind a pass at once
+        self.side = torch.cuda.Stream(session.device) if self.ended and self.head else None
         self.settling = Settling(session.model)
         self.settles: dict[int, Callable[[], None]] = {}  # captured, by rows
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
@@ -326,10 +325,7 @@ class Speculation:
             counts = self.propose(asked, size)
         if any(counts):
             self.warm_up(max(counts), candidates, size)()
-            if self.ended:
-                self.ended.record(torch.cuda.current_stream(self.session.device))
-                if settle := self.settles.get(size):
-                    settle()  # while the host reads the pass's tokens
+            self.follow(size)
             self.begun = Begun(
                 lambda: self.read_pass(counts),
                 lambda found: [
@@ -348,6 +344,25 @@ class Speculation:
             lambda found: [Outcome(source, waited=waited) for source in tried],
             False,
         )
+
+    def follow(self, size: int) -> None:
+        """Launch what may run behind a pass while the host reads its tokens.
+
+        Recurrent states are large, and a chain of a head has small kernels: both run side by side.
+        """
+        head = self.head if self.follows and self.head and self.head.repeats else None
+        if self.ended:
+            stream = torch.cuda.current_stream(self.session.device)
+            self.ended.record(stream)
+            if settle := self.settles.get(size):
+                side = self.side if head else stream
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):
+                    settle()
+        if head:
+            head.follow()
+        if self.ended and self.side:
+            stream.wait_stream(self.side)
 
     def propose(self, asked: Sequence[int], size: int) -> list[int]:
         """Write up to `asked` drafts for each of the first rows; return how many.
@@ -371,9 +386,9 @@ class Speculation:
         if self.ended:
             self.ended.synchronize()
         numbers = self.result.tolist() if self.ended else read_later(self.result)()
-        width, found = max(counts) + 2, []
+        width, found = max(counts) + 3, []
         for row, drafted in enumerate(counts):
-            *tokens, taken = numbers[row * width : (row + 1) * width]
+            taken, _, *tokens = numbers[row * width : (row + 1) * width]
             found.append(PassTokens(tokens[:taken], drafted, taken))
         self.drafted += sum(counts)
         return found
@@ -450,3 +465,5 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
                 for reach in runner.reaches(count + 1, session.cache_len):
                     launch_pass(runner, state, drafts, given, speculation.result, reach)
+    if speculation.head:
+        speculation.head.launch_chain()

@@ -45,27 +45,32 @@ def verify_pass(
     candidates: int,
     result: Tensor,
 ) -> None:
-    """Accept drafts and step behind them; write `pack_result` to the first numbers of `result`.
+    """Accept drafts, step behind them, and write B rows of N + 3 numbers to the front of `result`.
 
-    tokens int64 [B, N + 1], last int64 [B]: as in `begin_pass`. logits, q: as in `verify_sampled`.
-    candidates: as in `Sampling.candidates`. An idle row, last -1, stays where it is.
+    A row: how many tokens it gets, the position of its newest token, and N + 1 tokens, of which
+    those after the newest one repeat it. tokens int64 [B, N + 1], last int64 [B]: as in
+    `begin_pass`. logits, q: as in `verify_sampled`. candidates: as in `Sampling.candidates`. An
+    idle row, last -1, gets no token and stays where it is.
     """
     if candidates:
-        found = verify_sampled(logits, tokens, last, q, state, candidates)
+        taken, found = verify_sampled(logits, tokens, last, q, state, candidates)
     else:
-        found = verify_greedy(logits, tokens, last, state)
-    result[: found.numel()].copy_(found.flatten())
-    state.token.copy_(found[:, -2:-1])
-    new = found[:, :-1] % state.seen.shape[1]  # NOT_FINITE, -1, marks the last one
+        taken, found = verify_greedy(logits, tokens, last, state)
+    state.token.copy_(found[:, -1:])
+    new = found % state.seen.shape[1]  # NOT_FINITE, -1, marks the last one
     state.seen.scatter_(1, new, True)
-    state.position.add_(found[:, -1:])
+    state.position.add_(taken)
+    numbers = torch.cat((taken, state.position, found), dim=1)
+    result[: numbers.numel()].copy_(numbers.flatten())
 
 
-def verify_greedy(logits: Tensor, tokens: Tensor, last: Tensor, state: StepState) -> Tensor:
-    """Return the accepted drafts, the model's own next token, and their number: int64 [B, N + 2].
+def verify_greedy(
+    logits: Tensor, tokens: Tensor, last: Tensor, state: StepState
+) -> tuple[Tensor, Tensor]:
+    """Return how many tokens each row gets [B, 1], and tokens int64 [B, N + 1].
 
-    logits fp32 [B, N + 1, V] after each of `tokens` [B, N + 1]. Places after the model's own token
-    repeat it. It is NOT_FINITE if its logits are.
+    These are the accepted drafts and the model's own next token, which the places after it repeat.
+    It is NOT_FINITE if its logits are. logits fp32 [B, N + 1, V] after each of `tokens` [B, N + 1].
     """
     B, T, _ = logits.shape
     rows, controls, seen = rows_of_tokens(logits, tokens, state)
@@ -82,7 +87,7 @@ def verify_sampled(
     q: Tensor | None,
     state: StepState,
     candidates: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`verify_greedy` for sampling. Drafts were drawn from q fp32 [B, N, V] (None: certain).
 
     Draft d is accepted with probability min(1, p(d) / q(d)); after the first refusal, the token is
@@ -135,12 +140,12 @@ def rows_of_tokens(logits: Tensor, tokens: Tensor, state: StepState) -> tuple[Te
     return logits.flatten(0, 1), controls.flatten(0, 1), seen.flatten(0, 1)
 
 
-def pack_result(tokens: Tensor, last: Tensor, count: Tensor, own: Tensor) -> Tensor:
-    """Return the first count [B, 1] of drafts, `own` [B, 1] repeated, and count + 1: [B, N + 2].
+def pack_result(tokens: Tensor, last: Tensor, count: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Return count + 1 [B, 1], and the first `count` of drafts and `own` [B, 1] repeated.
 
-    The last number is 0 for an idle row.
+    The number is 0 for an idle row.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     drafts = torch.cat((tokens[:, 1:], own), dim=1)
     taken = torch.where(last.unsqueeze(1) < 0, 0, count + 1)
-    return torch.cat((torch.where(places < count, drafts, own), taken), dim=1)
+    return taken, torch.where(places < count, drafts, own)

@@ -388,6 +388,38 @@ def test_steps_without_drafts_between_accepted_drafts(
     torch.testing.assert_close(cache[..., :filled, :], want[..., :filled, :], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("sampling", (GREEDY, Sampling(seed=5)), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_chain_behind_a_pass_has_the_drafts_of_one_after_it(
+    name, sampling, make_headed, plain, monkeypatch
+):
+    """The host has not read the pass then. Numbers of drafts change, and plain steps come between.
+
+    The next turn begins while a chain that nobody asked for has run.
+    """
+    found, behind = [], []
+    for follows in (False, True):
+        speculation, drafts = speculate(make_headed(name).directory, 3), []
+        speculation.follows, drafter = follows, speculation.drafter
+        propose = drafter.propose
+
+        def note(limit, propose=propose, drafter=drafter, drafts=drafts):
+            behind.append(drafter.ahead)
+            count = propose(limit)
+            drafts.append(drafter.drafts[0, :count].tolist())
+            return count
+
+        monkeypatch.setattr(drafter, "propose", note)
+        text = PROMPT + plain(PROMPT, 60, name)
+        limits = 3, 3, 3, 3, 0, 3, 3, 2, 2, 2, 3, 3, 1, 1, 1, 3
+        speculation.drafter = Oracle(drafter, text, limits, wrong=7)
+        answer = list(speculation.stream(PROMPT, 50, sampling))
+        found.append((answer, drafts, speculation.statistics()))
+        answer += speculation.stream([*PROMPT, *answer[:45], 7], 20, sampling)
+    assert found[0] == found[1]
+    assert found[0][2]["accepted"] and {0, 1, 2, 3} == {*behind} and behind.count(3) > 4
+
+
 @pytest.mark.parametrize("name", ("qwen3_next", "deepseek_v3"))
 def test_lost_states_cost_nothing_but_drafts(name, make_headed, plain, monkeypatch):
     """A short ring, and steps whose states leave it; the text, a seed's and the next turn's too."""

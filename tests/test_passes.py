@@ -260,7 +260,7 @@ def test_passes_are_captured_fast_where_all_of_them_is_kernels(monkeypatch):
     assert session.captures_fast
     layer = next(iter(runner.layers.values()))
     for holder, name, value in (
-        *((runner, "head", None), (runner, "begins_fused", False), (runner.head, "norm", None)),
+        *((runner, "head", None), (runner, "begin_kernels", None), (runner.head, "norm", None)),
         (layer, "mixers", [None]),
     ):
         with monkeypatch.context() as patch:

@@ -120,7 +120,8 @@ def test_they_compile_for_an_h200():
     found = run_without_gpu("token_draw_without_gpu.py", given=[])
     passes = {"_begin_pass", "_check_drafts", "_accept"}
     chosen = {"_find_best", "_rank", "_draw"}
-    drafts = {f"{name} of a draft" for name in (*chosen, "_begin_chain")}
+    chain = "_begin_chain", "_join_pairs", "_keep_states"
+    drafts = {f"{name} of a draft" for name in (*chosen, *chain)}
     assert set(found) == {"_edit_logits"} | chosen | drafts | passes
     # A few scalars of its search, which hardly ever runs.
     assert found["_check_drafts"].pop("spills") < 10

@@ -1,6 +1,7 @@
 """Run and compile the kernels that choose tokens without a GPU; see kernels_without_gpu.py.
 
-They are those of ops/step/token_draw.py and logit_edits.py, and of draft_check.py for passes.
+They are those of ops/step/token_draw.py and logit_edits.py, of draft_check.py for passes, and of
+chain.py for drafts by a head.
 
     TRITON_INTERPRET=1 python tests/token_draw_without_gpu.py < INPUT    Triton's interpreter, CPU
     python tests/token_draw_without_gpu.py < INPUT    machine code for an H200, by Triton and ptxas
@@ -18,15 +19,18 @@ import sys
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.plain.topk import RANK_KERNEL_MAX
 from ops.step import chain, draft_check, token_draw
 from ops.step import logit_edits as step_edits
+from ops.step.chain import PairInputs, Pairs
 from ops.step.draft_check import MOST
 from runtime import logit_edits, mtp, verification
 from runtime.draft_choice import DRAFT_STREAM, VocabularyPart, choose_draft
 from runtime.draft_vocab import rows_of_ids
+from runtime.fused_decode import draw_draft
 from runtime.logit_edits import EditState, make_edit_state, mask_words
 from runtime.sampling import MAX_CANDIDATES, Sampling, StepState, make_sample_step, sample
 from tests import interpreter
@@ -144,35 +148,47 @@ def drafts_are_same(logits: Tensor, sampling: Sampling, groups: int) -> bool:
             for _ in range(2):  # the second is the last place, after which the first follows
                 if kernels:
                     with mock.patch.object(token_draw, "GROUPS", groups):
-                        chosen = part.ids if part else None, drafts, candidates > 0, DRAFT_STREAM
-                        token_draw.draw_tokens(logits.unsqueeze(0), state, *chosen)
+                        draw_draft(state, logits.unsqueeze(0), drafts, part, candidates, True)
                 else:
                     given = logits.unsqueeze(0)
                     given = given if device.type == "cuda" else given.as_subclass(OnCuda)
-                    choose_draft(state, given, drafts, part, candidates, False)
+                    choose_draft(state, given, drafts, part, candidates, True)
             found.append((*state, drafts.token, drafts.place, drafts.q, drafts.certainty))
     same = True
     for plain, fused in (found[:2], found[2:]):
         same &= all(a.equal(b) for a, b in zip(plain[:-2], fused[:-2], strict=True))
         same &= all(
-            torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(plain[-2:], fused[-2:], strict=True)
+            torch.allclose(a, b, 1e-5, 1e-7, equal_nan=True)
+            for a, b in zip(plain[-2:], fused[-2:], strict=True)
         )
     return same
 
 
 def pairs_are_same(V: int) -> bool:
-    """Whether a chain's beginning is that of plain PyTorch: its pairs, state and place."""
+    """Whether a chain begins as by plain PyTorch: its pairs, state and place, and the head's x."""
     ring = torch.randn(1, 20, 24, generator=torch.Generator().manual_seed(5))
     seen, found = torch.rand(1, V, generator=torch.Generator().manual_seed(6)) < 0.3, []
     for known, newest in ((1, 0), (3, 19), (4, 41)):
-        numbers = torch.tensor([[8, 9, 10, 11, known, newest]])
+        numbers = torch.tensor([known, newest + 1, 8, 9, 10 if known < 4 else -1, 11])
         for begin in (mtp.begin_chain, chain.begin_chain):
             empty = torch.zeros(1, dtype=torch.int64)
             column = torch.zeros(1, 1, dtype=torch.int64)
             state = StepState(column, column.clone(), empty, ~seen, torch.ones(1, 5), empty)
             place = torch.tensor([2])
-            pairs = begin(numbers, ring, seen, state, place)
+            pairs = begin(numbers, 4, ring, seen, state, place)
             found.append((*pairs, state.position, state.seen, place))
+    pairs, inputs = Pairs(*found[-1][:4]), PairInputs(*torch.rand(4, 50, 24))
+    inputs = inputs._replace(embedding_norm=torch.rand(24), hidden_norm=torch.rand(24))
+    x, rope = chain.join_pairs(pairs.tokens, pairs.positions, pairs.hidden, inputs, 1e-5)
+    rows = inputs.embedding[pairs.tokens.clamp(min=0)], pairs.hidden
+    norms = inputs.embedding_norm, inputs.hidden_norm
+    wanted = [F.rms_norm(row, (24,), norm, 1e-5) for row, norm in zip(rows, norms, strict=True)]
+    torch.testing.assert_close(x, torch.cat(wanted, dim=-1))
+    assert rope.equal(inputs.rope_table[pairs.positions].unsqueeze(2))
+    rings = ring.clone(), ring.clone()
+    for store, kept in zip((mtp.store_hidden, chain.store_hidden), rings, strict=True):
+        store(kept, torch.tensor([[38]]), pairs.hidden)
+    assert rings[0].equal(rings[1])
     both = zip(found[::2], found[1::2], strict=True)
     return all(all(map(torch.equal, plain, fused)) for plain, fused in both)
 
@@ -226,7 +242,7 @@ def run_pass(case: dict, device: str = "cpu") -> dict:
                 seeds=torch.arange(B) + seed,
             )
             state = StepState(*(part.to(device) for part in state))
-            result = torch.full((max(MOST + 1, B * (N + 2)),), 7, device=device)
+            result = torch.full((max(MOST + 2, B * (N + 3)),), 7, device=device)
             begin = (draft_check if kernels else verification).begin_pass
             wide = torch.cat((drafts, drafts), dim=1).to(device)  # rows are far apart
             inputs = begin(state, wide[:, :N])
@@ -256,7 +272,7 @@ def counts() -> dict:
     whole, seen = torch.zeros(B, dtype=torch.int64), torch.empty(B, V, dtype=torch.bool)
     many, column = torch.empty(B, V), whole.view(-1, 1)
     state = StepState(column, column, whole, seen, torch.empty(B, 5), whole)
-    two, result = StepState(*(part[:2] for part in state)), torch.zeros(MOST + 1, dtype=torch.int64)
+    two, result = StepState(*(part[:2] for part in state)), torch.zeros(MOST + 2, dtype=torch.int64)
 
     def launch_all() -> None:
         edits = make_edit_state(B, V, many.device)
@@ -270,7 +286,11 @@ def counts() -> dict:
         one, ids = StepState(*(part[:1] for part in state)), torch.arange(2**15)
         drafts = token_draw.Drafts(column.view(1, -1), many, many[:, 0], whole[:1])
         token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, True, DRAFT_STREAM)
-        chain.begin_chain(whole.view(1, -1), many[None, :, :2048], seen[:1], one, whole[:1])
+        ring = many[None, :, :2048].contiguous()
+        pairs = chain.begin_chain(whole, 4, ring, seen[:1], one, whole[:1])
+        inputs = chain.PairInputs(ring[0], ring[0], ring[0, 0], ring[0, 0])
+        chain.join_pairs(pairs.tokens, pairs.positions, pairs.hidden, inputs, 1e-6)
+        chain.store_hidden(ring, column[:1], pairs.hidden)
 
     codes = launched_code(launch_all)
     codes |= {f"{name} of a draft": code for name, code in launched_code(draw_draft).items()}

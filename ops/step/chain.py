@@ -1,7 +1,7 @@
-"""The beginning of a chain of drafts by a head (runtime/mtp.py), in one Triton kernel.
+"""What a chain of drafts by a head (runtime/mtp.py) has beside the head's layer, in Triton kernels.
 
-The host writes what it knows to pinned memory, so that nothing is copied before the chain: a copy
-costs 11 us on an H200.
+A pass, or the host, writes to pinned memory what a chain begins with, so that nothing is copied
+before it: a copy costs 11 us on an H200.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,15 @@ class Pairs(NamedTuple):
     hidden: Tensor  # [1, W, D], the model's states at the positions
 
 
+class PairInputs(NamedTuple):
+    """What `join_pairs` reads beside tokens and states."""
+
+    embedding: Tensor  # [V, D]
+    rope_table: Tensor  # fp32 [S, R]
+    embedding_norm: Tensor  # [D]
+    hidden_norm: Tensor  # [D]
+
+
 @dataclass(frozen=True)
 class Chain:
     """Settings of the kernel."""
@@ -38,6 +47,19 @@ class Chain:
     cells = property(lambda s: pow2(cdiv(s.vocabulary, PROGRAMS)))  # of `seen`, by a program
 
 
+@dataclass(frozen=True)
+class PairSettings:
+    """Settings of `_join_pairs` and `_keep_states`."""
+
+    dim: int
+    rope: int = 0  # numbers of a position
+    eps: float = 0.0
+    ring: int = 0  # positions whose states are kept
+
+    block = property(lambda s: pow2(s.dim))
+    angles = property(lambda s: pow2(s.rope))
+
+
 # Grid [PROGRAMS]: the first ones make a pair each.
 @jit
 def _begin_chain(numbers, ring, seen, state, place, pairs, s: tl.constexpr, PDL: tl.constexpr):
@@ -46,13 +68,15 @@ def _begin_chain(numbers, ring, seen, state, place, pairs, s: tl.constexpr, PDL:
     cell = n * s.cells + tl.arange(0, s.cells)
     inside = cell < s.vocabulary
     tl.store(state.seen + cell, tl.load(seen + cell, mask=inside), mask=inside)
-    count, newest = tl.load(numbers + s.width), tl.load(numbers + s.width + 1)
+    count, newest = tl.maximum(tl.load(numbers), 1), tl.load(numbers + 1) - 1
     if n < s.width:
         position = newest + 1 - count + n
         at = tl.arange(0, s.block)
         x = tl.load(ring + position % s.ring * s.dim + at, mask=at < s.dim)
         tl.store(pairs.hidden + n * s.dim + at, x, mask=at < s.dim)
-        tl.store(pairs.tokens + n, tl.load(numbers + n))
+        # The answer ends where a token is -1, after this chain.
+        token = tl.maximum(tl.load(numbers + 2 + tl.minimum(n, count - 1)), 0)
+        tl.store(pairs.tokens + n, token)
         tl.store(pairs.positions + n, position)
     if n == 0:
         tl.store(pairs.last, count - 1)
@@ -60,9 +84,45 @@ def _begin_chain(numbers, ring, seen, state, place, pairs, s: tl.constexpr, PDL:
         tl.store(place, 0)
 
 
-def begin_chain(numbers: Tensor, ring: Tensor, seen: Tensor, state: tuple, place: Tensor) -> Pairs:
+# Grid [pairs].
+@jit
+def _join_pairs(tokens, positions, hidden, inputs, x, rope, s: tl.constexpr, PDL: tl.constexpr):
+    n, at, angle = tl.program_id(0), tl.arange(0, s.block), tl.arange(0, s.angles)
+    inside = at < s.dim
+    scale = tl.load(inputs.embedding_norm + at, mask=inside, other=0.0).to(tl.float32)
+    hidden_scale = tl.load(inputs.hidden_norm + at, mask=inside, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    token, position = tl.maximum(tl.load(tokens + n), 0), tl.load(positions + n)
+    embedding = tl.load(inputs.embedding + token * s.dim + at, mask=inside, other=0.0)
+    state = tl.load(hidden + n * s.dim + at, mask=inside, other=0.0)
+    cosines = tl.load(inputs.rope_table + position * s.rope + angle, mask=angle < s.rope)
+    x += n * (2 * s.dim) + at
+    tl.store(x, _norm(embedding, scale, s), mask=inside)
+    tl.store(x + s.dim, _norm(state, hidden_scale, s), mask=inside)
+    tl.store(rope + n * s.rope + angle, cosines, mask=angle < s.rope)
+
+
+@jit
+def _norm(x, scale, s: tl.constexpr):
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / s.dim + s.eps) * scale
+
+
+# Grid [tokens].
+@jit
+def _keep_states(hidden, position, ring, s: tl.constexpr, PDL: tl.constexpr):
+    n, at = tl.program_id(0), tl.arange(0, s.block)
+    await_previous(PDL)
+    row = (tl.load(position) + n) % s.ring
+    x = tl.load(hidden + n * s.dim + at, mask=at < s.dim)
+    tl.store(ring + row * s.dim + at, x, mask=at < s.dim)
+
+
+def begin_chain(
+    numbers: Tensor, width: int, ring: Tensor, seen: Tensor, state: tuple, place: Tensor
+) -> Pairs:
     """`runtime.mtp.begin_chain`. The numbers may be in pinned host memory."""
-    (R, D), W, device = ring.shape[1:], numbers.shape[1] - 2, ring.device
+    (R, D), W, device = ring.shape[1:], width, ring.device
     check_shapes(seen=(seen, state.seen.shape), position=(state.position, (1, 1)))
     if W > PROGRAMS:
         raise ValueError(f"{W} pairs: a chain begins with {PROGRAMS} at most")
@@ -74,3 +134,23 @@ def begin_chain(numbers: Tensor, ring: Tensor, seen: Tensor, state: tuple, place
     s = Chain(W, D, R, seen.shape[1])
     launch(_begin_chain, (PROGRAMS,), numbers, ring, seen, state, place, pairs, settings=s)
     return pairs
+
+
+def join_pairs(
+    tokens: Tensor, positions: Tensor, hidden: Tensor, inputs: PairInputs, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return norm(embedding), norm(hidden) [B, Q, 2 D], and RoPE [B, Q, 1, R] at the positions.
+
+    tokens, positions int64 [B, Q]; a token of -1 counts as 0. hidden [B, Q, D].
+    """
+    (B, Q), D, R = tokens.shape, hidden.shape[2], inputs.rope_table.shape[1]
+    x, rope = hidden.new_empty(B, Q, 2 * D), inputs.rope_table.new_empty(B, Q, 1, R)
+    settings = PairSettings(D, R, eps)
+    launch(_join_pairs, (B * Q,), tokens, positions, hidden, inputs, x, rope, settings=settings)
+    return x, rope
+
+
+def store_hidden(ring: Tensor, position: Tensor, hidden: Tensor) -> None:
+    """`runtime.mtp.store_hidden`."""
+    settings = PairSettings(ring.shape[2], ring=ring.shape[1])
+    launch(_keep_states, (hidden.shape[1],), hidden, position, ring, settings=settings)

@@ -98,13 +98,14 @@ def _accept(passed, last, good, own, state, result, n, s: tl.constexpr, PDL: tl.
     draft = tl.load(passed + first + at + 1, mask=at < n, other=0)
     number = tl.where(at < count, draft, newest)
     taken = tl.where(tl.load(last + sequence) < 0, 0, count + 1).to(tl.int64)
-    result += first + sequence
-    tl.store(result + at, number, mask=at <= n)
-    tl.store(result + n + 1, taken)
+    place = tl.load(state.position + sequence) + taken
+    result += sequence * (n + 3)
+    tl.store(result, taken)
+    tl.store(result + 1, place)
+    tl.store(result + 2 + at, number, mask=at <= n)
     tl.store(state.token + sequence, newest)
-    place = tl.load(state.position + sequence)
     tl.debug_barrier()  # all threads have the position
-    tl.store(state.position + sequence, place + taken)
+    tl.store(state.position + sequence, place)
     seen = state.seen + sequence * s.V
     tl.store(seen + tl.where(number < 0, s.V - 1, number), True, mask=at <= n)
 

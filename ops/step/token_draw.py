@@ -68,7 +68,7 @@ class Drafts(NamedTuple):
 
     token: Tensor  # int64 [1, N]
     q: Tensor  # fp32 [N, V], the distributions that they were drawn from
-    certainty: Tensor  # fp32 [N], the largest probabilities
+    certainty: Tensor | None  # fp32 [N], the largest probabilities
     place: Tensor  # int64 [1]
 
 
@@ -104,7 +104,8 @@ def _logit_of(key):
 
 # Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
 # program clears what `_rank` writes, all of them the draft's `q`. each: T, if rows are the tokens
-# [B, T] of passes, `passed`.
+# [B, T] of passes, `passed`. sums: of one row, or None; the largest logit of each group, then the
+# sum of exp(logit - largest).
 @jit(do_not_specialize=("each",))
 def _find_best(
     logits,
@@ -112,6 +113,7 @@ def _find_best(
     passed,
     ids,
     drafts,
+    sums,
     controls,
     best,
     ordered,
@@ -134,6 +136,12 @@ def _find_best(
     x = _edited_logits(source, token, token < s.V)
     bits = tl.where(token < s.V, ordered_bits(x), -(2**31))
     best += row * s.kept * s.groups + group
+    if sums is not None:
+        x = tl.where(token < s.V, x, float("-inf"))
+        most = tl.max(x, 0)
+        tl.store(sums + group, most)
+        part = tl.where(x > float("-inf"), tl.exp(x - most), 0.0)
+        tl.store(sums + s.groups + group, tl.sum(part, 0))
     for n in tl.static_range(s.kept):
         largest = tl.max(bits, 0)
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
@@ -265,7 +273,7 @@ def pick(score, candidates, finite, s: tl.constexpr):
 
 # Grid [B].
 @jit
-def _draw(logits, state, ordered, crowded, ids, drafts, s: tl.constexpr, PDL: tl.constexpr):
+def _draw(logits, state, ordered, crowded, ids, drafts, sums, s: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     seen = state.seen + row * s.vocabulary
     controls = state.controls + row * s.controls
@@ -289,6 +297,11 @@ def _draw(logits, state, ordered, crowded, ids, drafts, s: tl.constexpr, PDL: tl
             p = tl.where(finite, weight / tl.sum(weight, 0), 0.0)
             tl.store(drafts.q + n * s.vocabulary + candidates, p, mask=p > 0.0)
             tl.store(drafts.certainty + n, tl.max(p, 0))
+        if sums is not None:
+            group = tl.arange(0, s.groups)
+            most, part = tl.load(sums + group), tl.load(sums + s.groups + group)
+            part = tl.where(part != 0.0, part * tl.exp(most - tl.max(most, 0)), 0.0)
+            tl.store(drafts.certainty + n, 1.0 / tl.sum(part, 0))
         tl.debug_barrier()  # all threads have read the place
         tl.store(drafts.place, (n + 1) % s.drafts)
 
@@ -306,7 +319,8 @@ def draw_tokens(
     state: a `sampling.StepState`. A top_k above TOP or V is taken as the smaller of the two, as in
     `shortlist`: a row that is idle, or of another step, may have any. ids int64 [V]: the logits'
     tokens, rising; None: all. drafts: of one sequence, its token is one of them; keeps: with its
-    distribution. stream: of the random numbers.
+    distribution. Without that the certainty is that of temperature 1, of all tokens. stream: of the
+    random numbers.
     """
     (B, V), (rows, whole) = logits.shape, state.seen.shape
     if rows != B or len(state.controls) != B or (whole if ids is None else len(ids)) != V:
@@ -315,9 +329,12 @@ def draw_tokens(
         raise ValueError(f"drafts of {B} sequences: it must be one")
     size, count = 0 if ids is None else whole, 0 if drafts is None else drafts.token.shape[1]
     s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps)
-    logits = logits.contiguous()
-    largest = order_largest(logits, state.seen, None, state.controls, s, ids, drafts)
-    launch(_draw, (B,), logits, state, *largest, ids, drafts, settings=s)
+    logits, sums = logits.contiguous(), None
+    if drafts is not None and drafts.certainty is not None and not keeps:
+        sums = logits.new_empty(2, s.groups)
+    more = ids, drafts, sums
+    largest = order_largest(logits, state.seen, None, state.controls, s, *more)
+    launch(_draw, (B,), logits, state, *largest, *more, settings=s)
 
 
 def order_largest(
@@ -328,18 +345,19 @@ def order_largest(
     s: Draw,
     ids: Tensor | None = None,
     drafts: Drafts | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
     logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
-    ids and drafts: as in `draw_tokens`. Keys after the first top_k may be missing.
+    ids and drafts: as in `draw_tokens`. sums: as of `_find_best`. Keys after the first top_k may be missing.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
     ordered = torch.empty(R, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
     found = controls, best, ordered, crowded, each
-    tokens = passed, ids, drafts
+    tokens = passed, ids, drafts, sums
     launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
     launch(_rank, (s.keys // RANKED, R), *found, settings=s)
     return ordered, crowded
