@@ -30,8 +30,8 @@ from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
 from runtime.fused_pairs import begin_pairs
 from runtime.fused_prompt import PromptRunner, state_of_its_own
 from runtime.layer_kinds import kinds_of
-from runtime.plain_forms import undeclared
 from runtime.logit_edits import EditState
+from runtime.plain_forms import undeclared
 from runtime.runner import CompiledRunner, share_code, without_broken_kernels
 from runtime.sampling import MAX_CANDIDATES, StepState, sample
 from runtime.verification import ACCEPT_STREAM

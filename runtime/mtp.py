@@ -255,10 +255,11 @@ class MTPDrafter(DraftModel):
         for self.model.hidden in (hidden, own):
             for reach in runner.reaches(self.width, self.cache_len):
                 runner.launch_all(1, self.model.hidden.shape[1], reach)
-        logits = torch.empty(1, len(self.part.ids) if self.part else self.seen.shape[1])
+        tokens = len(self.part.ids) if self.part else state.seen.shape[1]
+        logits = torch.empty(1, tokens, device=self.ring.device)
         for candidates in (0, 1):
             rest = self.part, candidates, self.least > 0
-            draw_draft(state, logits.to(self.device), self.written, *rest)
+            draw_draft(state, logits, self.written, *rest)
 
 
 class FillRunner(EagerRunner):

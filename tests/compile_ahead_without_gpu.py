@@ -9,8 +9,9 @@ background: how many, whether they were there at once, and at the end.
 
     python tests/compile_ahead_without_gpu.py late CASE LAYERS ...
 
-Prints JSON: by case, the kernels of a first token, of prompts and of passes with drafts, of the
-first LAYERS layers, that are not compiled ahead, and the functions that Inductor compiles.
+Prints JSON: by case, the kernels of a first token, of prompts, of passes with drafts and of a
+published head's chains, of the first LAYERS layers, that are not compiled ahead, and the functions
+that Inductor compiles.
 """
 
 import json
@@ -28,14 +29,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 
-from benchmarks.inductor_code import move_to_fake_gpu, pretend_gpu
-from model import Chunk
+from benchmarks.inductor_code import fake_empty, move_to_fake_gpu, pretend_gpu
+from model import Chunk, Transformer
+from models import family_of, head_args
+from models.random_weights import architecture, first_layers
 from ops import gpu, inductor
 from ops.compile_ahead import collect, compile_task, decode, encode, kernel_of
-from ops.step import draft_check
+from ops.step import chain, draft_check
+from ops.step.token_draw import Drafts
 from runtime.compile_ahead import compile_ahead, compile_later
+from runtime.draft_choice import VocabularyPart
+from runtime.draft_vocab import part_of_head
 from runtime.fused_decode import FusedRunner, launch_pass, one_of_each_kind
 from runtime.fused_prompt import PromptRunner
+from runtime.mtp import RING, MTPDrafter, tap_hidden
+from runtime.sampling import sample
 from runtime.session_prompts import ANYWHERE_CHUNKS, launch_chunks, smallest_chunk
 from runtime.verification import ACCEPT_STREAM
 from tests.gpu_launches import become, ids, make_model, operators_launch, pass_state, set_up
@@ -43,6 +51,7 @@ from tests.gpu_launches import become, ids, make_model, operators_launch, pass_s
 PASSES = (1, 4), (2, 3)  # rows and drafts of each
 LENGTH, LONG = 1152, 20480  # positions of the cache
 CHUNKS = 40, 128, 448, 1024, 3008, 5056, 9024, 16384  # of prompts, tokens
+PART = 2**15  # tokens that a head drafts
 BEGINS = 0, 77, 3296  # their first positions
 
 
@@ -114,8 +123,12 @@ def late(case: str, layers: int, length: int) -> list[str]:
         found.append(f"{function.__name__}, by Inductor")
         return function
 
+    head, drafter = make_head(case), None
     with fake_runner(case, layers, length) as runner, ExitStack() as stack:
         known = set(ahead_of(runner, length))
+        if head is not None:
+            drafter = head_drafter(head, runner, length)
+            known |= {*collect(drafter.launch_chain)}
         stack.enter_context(mock.patch.object(torch, "compile", by_inductor))
         stack.enter_context(mock.patch.object(inductor, "configure_inductor", lambda: None))
 
@@ -133,9 +146,45 @@ def late(case: str, layers: int, length: int) -> list[str]:
                     check = logits.float(), given[0], given[2], None, ids(16), ACCEPT_STREAM
                     draft_check.verify_pass(state, *check)
             run_prompts(runner.prompt_runner(), length)
+            for reach in drafter.runner.reaches(4, length) if drafter else ():
+                drafter.runner.reach = reach
+                for drafts, candidates in ((1, 0), (3, 0), (3, 200)):
+                    drafter.run_chain(drafts, candidates)
 
         tasks = [task for task in collect(run) if task not in known]
     return [*found, *(kernel_of(task).__name__ for task in tasks)]
+
+
+def make_head(case: str) -> Transformer | None:
+    """Return a model's published head on the meta device, for a part of the vocabulary."""
+    args = first_layers(architecture(case.partition(":")[0]), 1)
+    if family_of(args).published_head is None:
+        return None
+    head = make_model(case, 1, head_args(args))
+    head.head = part_of_head(head.head, range(PART), args.vocab_size)
+    return head
+
+
+def head_drafter(head: Transformer, target: FusedRunner, length: int) -> MTPDrafter:
+    """Return what drafts up to 3 tokens by a head, as `MTPDrafter` begins; of fake tensors."""
+    drafter, model = object.__new__(MTPDrafter), target.model
+    move_to_fake_gpu(head)
+    set_up(head, length, "plain")
+    V, D = model.args.vocab_size, model.args.dim
+    drafter.model, drafter.runner, drafter.cache_len = head, FusedRunner(head), length
+    drafter.state, drafter.numbers, drafter.first = pass_state(head, 1), ids(16), ids(1)
+    drafter.count, drafter.width, drafter.least = 3, 4, 0.4
+    probabilities = fake_empty(4, V, dtype=torch.float32)
+    drafter.written = Drafts(ids(1, 4), probabilities, probabilities[:, 0].clone(), ids(1))
+    drafter.part = VocabularyPart(ids(PART), ids(V))
+    drafter.ring = fake_empty(1, RING, D, dtype=model.embedding.weight.dtype)
+    drafter.prompt_hidden = drafter.ring[:, :64].clone()
+    drafter.target = SimpleNamespace(runner=target, model=model, **pass_state(model, 1)._asdict())
+    drafter.begin_chain, drafter.store = chain.begin_chain, chain.store_hidden
+    _, _, drafter.draft_step = drafter.runner.token_steps(sample)
+    tap_hidden(target, drafter.keep_hidden)
+    tap_hidden(drafter.runner, drafter.keep_own_hidden)
+    return drafter
 
 
 def name_other_ptxas() -> None:

@@ -31,7 +31,7 @@ from triton.runtime.driver import driver
 from benchmarks.inductor_code import as_if_compiling, fake_empty, move_to_fake_gpu, pretend_gpu
 from formats.kv_cache import KV_CACHES
 from formats.quantizer import DTYPES
-from model import Chunk, Transformer
+from model import Chunk, ModelArgs, Transformer
 from models.random_weights import architecture, first_layers, number_format
 from ops import gpu
 from ops.launch import KernelError, can_launch, compile_only
@@ -92,10 +92,10 @@ def operators_launch() -> Iterator[None]:
         yield
 
 
-def make_model(case: str, layers: int) -> Transformer:
-    """Return the model's first layers on the meta device."""
+def make_model(case: str, layers: int, args: ModelArgs | None = None) -> Transformer:
+    """Return the model's first layers on the meta device; or the model of these args."""
     name, mode = case.split(":")
-    args = first_layers(architecture(name), layers)
+    args = args or first_layers(architecture(name), layers)
     format = number_format(mode, args)
     model = ModelShard(args, format, "tensor", rank=0, ranks=1).model
     return model.to(DTYPES[format.get("dtype", format["name"])])

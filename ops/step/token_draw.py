@@ -350,7 +350,8 @@ def order_largest(
     """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
     logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
-    ids and drafts: as in `draw_tokens`. sums: as of `_find_best`. Keys after the first top_k may be missing.
+    ids and drafts: as in `draw_tokens`. sums: as of `_find_best`. Keys after the first top_k may be
+    missing.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
