@@ -117,9 +117,8 @@ def draw_draft(
     certain: bool,
 ) -> None:
     """`choose_draft` by kernels."""
-    noted = drafts if certain or candidates else drafts._replace(certainty=None)
     ids = None if part is None else part.ids
-    draw_tokens(logits, state, ids, noted, candidates > 0, DRAFT_STREAM)
+    draw_tokens(logits, state, ids, drafts, candidates > 0, certain, DRAFT_STREAM)
 
 
 def is_all_kernels(layer: FusedLayer, x: Tensor, context: Context) -> bool:
@@ -361,8 +360,10 @@ class FusedRunner(CompiledRunner):
         x = normed
         if last is not None and Q > 1:
             # An idle row's last is -1.
-            rows = torch.arange(B, device=x.device)
-            x = self.take_last(x, last) if B == 1 else x[rows, last].unsqueeze(1)
+            if B == 1:
+                x = self.take_last(x, last)
+            else:
+                x = x[torch.arange(B, device=x.device), last].unsqueeze(1)
         if head.norm is None:
             x = self.last_norm(model, x)
         return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)

@@ -285,7 +285,8 @@ def counts() -> dict:
     def draw_draft() -> None:
         one, ids = StepState(*(part[:1] for part in state)), torch.arange(2**15)
         drafts = token_draw.Drafts(column.view(1, -1), many, many[:, 0], whole[:1])
-        token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, True, DRAFT_STREAM)
+        for kept in ((True, False), (False, True)):
+            token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, *kept, DRAFT_STREAM)
         ring = many[None, :, :2048].contiguous()
         pairs = chain.begin_chain(whole, 4, ring, seen[:1], one, whole[:1])
         inputs = chain.PairInputs(ring[0], ring[0], ring[0, 0], ring[0, 0])

@@ -84,28 +84,26 @@ def _begin_chain(numbers, ring, seen, state, place, pairs, s: tl.constexpr, PDL:
         tl.store(place, 0)
 
 
-# Grid [pairs].
+# Grid [pairs, 2]: a program norms the state of a pair, or its embedding.
 @jit
 def _join_pairs(tokens, positions, hidden, inputs, x, rope, s: tl.constexpr, PDL: tl.constexpr):
-    n, at, angle = tl.program_id(0), tl.arange(0, s.block), tl.arange(0, s.angles)
+    n, half, at = tl.program_id(0), tl.program_id(1), tl.arange(0, s.block)
     inside = at < s.dim
-    scale = tl.load(inputs.embedding_norm + at, mask=inside, other=0.0).to(tl.float32)
-    hidden_scale = tl.load(inputs.hidden_norm + at, mask=inside, other=0.0).to(tl.float32)
+    norm, row = inputs.hidden_norm, hidden + n * s.dim
+    if half == 1:
+        norm = inputs.embedding_norm
+    scale = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
     await_previous(PDL)
-    token, position = tl.maximum(tl.load(tokens + n), 0), tl.load(positions + n)
-    embedding = tl.load(inputs.embedding + token * s.dim + at, mask=inside, other=0.0)
-    state = tl.load(hidden + n * s.dim + at, mask=inside, other=0.0)
-    cosines = tl.load(inputs.rope_table + position * s.rope + angle, mask=angle < s.rope)
-    x += n * (2 * s.dim) + at
-    tl.store(x, _norm(embedding, scale, s), mask=inside)
-    tl.store(x + s.dim, _norm(state, hidden_scale, s), mask=inside)
-    tl.store(rope + n * s.rope + angle, cosines, mask=angle < s.rope)
-
-
-@jit
-def _norm(x, scale, s: tl.constexpr):
-    x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 0) / s.dim + s.eps) * scale
+    if half == 1:
+        row = inputs.embedding + tl.maximum(tl.load(tokens + n), 0) * s.dim
+    value = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / s.dim + s.eps) * scale
+    tl.store(x + (2 * n + 1 - half) * s.dim + at, value, mask=inside)
+    if half == 0:
+        angle = tl.arange(0, s.angles)
+        at_position = inputs.rope_table + tl.load(positions + n) * s.rope + angle
+        angles = tl.load(at_position, mask=angle < s.rope)
+        tl.store(rope + n * s.rope + angle, angles, mask=angle < s.rope)
 
 
 # Grid [tokens].
@@ -146,7 +144,7 @@ def join_pairs(
     (B, Q), D, R = tokens.shape, hidden.shape[2], inputs.rope_table.shape[1]
     x, rope = hidden.new_empty(B, Q, 2 * D), inputs.rope_table.new_empty(B, Q, 1, R)
     settings = PairSettings(D, R, eps)
-    launch(_join_pairs, (B * Q,), tokens, positions, hidden, inputs, x, rope, settings=settings)
+    launch(_join_pairs, (B * Q, 2), tokens, positions, hidden, inputs, x, rope, settings=settings)
     return x, rope
 
 

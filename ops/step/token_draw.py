@@ -68,7 +68,7 @@ class Drafts(NamedTuple):
 
     token: Tensor  # int64 [1, N]
     q: Tensor  # fp32 [N, V], the distributions that they were drawn from
-    certainty: Tensor | None  # fp32 [N], the largest probabilities
+    certainty: Tensor  # fp32 [N], the largest probabilities
     place: Tensor  # int64 [1]
 
 
@@ -312,6 +312,7 @@ def draw_tokens(
     ids: Tensor | None = None,
     drafts: Drafts | None = None,
     keeps: bool = False,
+    certain: bool = False,
     stream: int = 0,
 ) -> None:
     """Choose a token for each row of logits fp32 [B, V] and step to it, in place.
@@ -319,7 +320,7 @@ def draw_tokens(
     state: a `sampling.StepState`. A top_k above TOP or V is taken as the smaller of the two, as in
     `shortlist`: a row that is idle, or of another step, may have any. ids int64 [V]: the logits'
     tokens, rising; None: all. drafts: of one sequence, its token is one of them; keeps: with its
-    distribution. Without that the certainty is that of temperature 1, of all tokens. stream: of the
+    distribution and certainty; certain: with that of temperature 1 among all tokens. stream: of the
     random numbers.
     """
     (B, V), (rows, whole) = logits.shape, state.seen.shape
@@ -330,7 +331,7 @@ def draw_tokens(
     size, count = 0 if ids is None else whole, 0 if drafts is None else drafts.token.shape[1]
     s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps)
     logits, sums = logits.contiguous(), None
-    if drafts is not None and drafts.certainty is not None and not keeps:
+    if certain and not keeps:
         sums = logits.new_empty(2, s.groups)
     more = ids, drafts, sums
     largest = order_largest(logits, state.seen, None, state.controls, s, *more)
