@@ -118,7 +118,7 @@ def draw_draft(
 ) -> None:
     """`choose_draft` by kernels."""
     ids = None if part is None else part.ids
-    draw_tokens(logits, state, ids, drafts, candidates > 0, certain, DRAFT_STREAM)
+    draw_tokens(logits, state, ids, drafts, candidates == 0, certain, DRAFT_STREAM)
 
 
 def is_all_kernels(layer: FusedLayer, x: Tensor, context: Context) -> bool:
@@ -378,8 +378,8 @@ class FusedRunner(CompiledRunner):
         def sample_step(state: StepState, logits: Tensor, count: int) -> None:
             if rule is not sample or count > MAX_CANDIDATES:
                 return compiled_sample(state, logits, count)
-            draw = partial(draw_tokens, logits, state)
-            if not self.runs("sampling", draw):
+            draw = partial(draw_tokens, logits, state, greedy=count == 0)
+            if not self.runs(("sampling", count == 0), draw):
                 return compiled_sample(state, logits, count)
             draw()
 
@@ -399,8 +399,9 @@ class FusedRunner(CompiledRunner):
         def verify(state: StepState, logits: Tensor, tokens: Tensor, last: Tensor, *rest) -> None:
             q, candidates, result = rest
             given = state, logits, tokens, last, q if candidates else None
-            check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM)
-            if candidates <= MAX_CANDIDATES and self.runs("verification", check):
+            greedy = candidates == 0
+            check = partial(draft_check.verify_pass, *given, result, ACCEPT_STREAM, greedy)
+            if candidates <= MAX_CANDIDATES and self.runs(("verification", greedy), check):
                 check()
                 return
             found = torch.empty_like(result, device=tokens.device)
@@ -451,12 +452,13 @@ def launch_pass(
     q: Tensor | None,
     result: Tensor,
     reach: int | None,
+    greedy: bool,
 ) -> None:
     """Launch the kernels of a pass with drafts [B, N], over nothing, as `launch_all` does.
 
-    q and result: as in `draft_check.verify_pass`.
+    q, result and greedy: as in `draft_check.verify_pass`.
     """
     runner.launch_all(len(drafts), drafts.shape[1] + 1, reach, all_positions=True)
     tokens, _, last = draft_check.begin_pass(state, drafts)
     logits = torch.empty(*tokens.shape, state.seen.shape[1], device=tokens.device)
-    draft_check.verify_pass(state, logits, tokens, last, q, result, ACCEPT_STREAM)
+    draft_check.verify_pass(state, logits, tokens, last, q, result, ACCEPT_STREAM, greedy)

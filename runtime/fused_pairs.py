@@ -8,6 +8,8 @@ from torch import Tensor
 
 from model import RMSNorm, Transformer
 from ops.products import dense
+from ops.products.few_tokens import multiply_planes
+from ops.products.planes import make_planes, takes_planes
 from ops.products.weights import Weight
 from ops.step.chain import PairInputs, join_pairs
 from runtime.fused_layer import kernel_weight
@@ -38,5 +40,10 @@ def run_pairs(head: Any, fc: Weight, tokens: Tensor, positions: Tensor) -> tuple
     norms = head.embedding_norm.weight, head.hidden_norm.weight
     inputs = PairInputs(head.embedding.weight, head.rope_table, *norms)
     pairs, rope = join_pairs(tokens, positions, head.hidden, inputs, head.embedding_norm.eps)
-    x = dense.dense_product(pairs.flatten(0, 1), fc)
+    pairs = pairs.flatten(0, 1)
+    if takes_planes(fc, len(pairs), pairs.dtype):
+        x = pairs.new_empty(len(pairs), fc.out)
+        multiply_planes(make_planes(pairs, None, fc), fc, x)
+    else:
+        x = dense.dense_product(pairs, fc)
     return x.view(*tokens.shape, -1), rope

@@ -70,7 +70,11 @@ class Settling:
         if self.settle:
             self.first, self.offsets = layers[0], layer_offsets(layers)
 
-    def __call__(self, rows: StepState) -> None:
-        """Take in the tokens before the position of each of the rows, but of idle ones."""
+    def __call__(self, rows: StepState, parts: int = 1) -> None:
+        """Take in the tokens before the position of each of the rows, but of idle ones.
+
+        parts: as many kernels, each of some of the layers. They leave room for kernels beside them.
+        """
         if self.settle:
-            self.settle(self.first, self.offsets, rows.position, rows.last)
+            for offsets in self.offsets.chunk(parts):
+                self.settle(self.first, offsets, rows.position, rows.last)

@@ -41,6 +41,9 @@ from runtime.transfers import Upload, read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
+# Kernels that recurrent states take in a pass's tokens by beside a chain, for each of its drafts: a
+# part of the layers by each, so that the chain's own kernels have room.
+BESIDE_DRAFT = 5
 SHARED_TOKENS = 8  # most tokens of a pass of several sequences, padding included
 
 
@@ -143,7 +146,7 @@ class Speculation:
         self.follows = self.ended is not None  # a head's next chain runs behind a pass at once
         self.side = torch.cuda.Stream(session.device) if self.ended and self.head else None
         self.settling = Settling(session.model)
-        self.settles: dict[int, Callable[[], None]] = {}  # captured, by rows
+        self.settles: dict[tuple[int, int], Callable[[], None]] = {}  # captured, by rows and parts
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
         self.captures = PassCaptures(session, self.counts, self.warm_up, self.steps)
         self.sizes: Sequence[int] = (1,)  # rows that passes may have
@@ -209,9 +212,12 @@ class Speculation:
             make = partial(session.capture, partial(self.verify, *key), tokens, count + 1)
             with without_tuning() if session.compiled else nullcontext():
                 self.steps[key] = make()
-                if self.ended and self.settling.settle and rows not in self.settles:
-                    settle = partial(self.settling, session.first_rows(rows)[0])
-                    self.settles[rows] = session.capture_within(None, settle, rows, 1)
+                beside = BESIDE_DRAFT * count if self.side and rows == 1 else 1
+                for parts in {1, beside} if self.ended and self.settling.settle else ():
+                    if (rows, parts) not in self.settles:
+                        settle = partial(self.settling, session.first_rows(rows)[0], parts)
+                        made = session.capture_within(None, settle, rows, 1)
+                        self.settles[rows, parts] = made
         return self.steps[key]
 
     def stream_all(
@@ -354,8 +360,8 @@ class Speculation:
         if self.ended:
             stream = torch.cuda.current_stream(self.session.device)
             self.ended.record(stream)
-            if settle := self.settles.get(size):
-                side = self.side if head else stream
+            side = self.side if head else stream
+            if settle := self.settles.get((size, BESIDE_DRAFT * head.asked if head else 1)):
                 side.wait_stream(stream)
                 with torch.cuda.stream(side):
                     settle()
@@ -463,7 +469,8 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
         for count in range(1, speculation.counts(rows).stop):
             drafts = drafts_of(speculation, rows, count)
             for given in (None,) if rows > 1 or q is None else (None, q[None, :count]):
+                greedy = given is None and not session.joins_greedy
                 for reach in runner.reaches(count + 1, session.cache_len):
-                    launch_pass(runner, state, drafts, given, speculation.result, reach)
+                    launch_pass(runner, state, drafts, given, speculation.result, reach, greedy)
     if speculation.head:
         speculation.head.launch_chain()

@@ -88,7 +88,8 @@ def ahead_of(runner: FusedRunner, length: int = LENGTH) -> list[str]:
         for rows, count in PASSES:
             state, result = pass_state(runner.model, rows), ids(16)
             for reach in runner.reaches(count + 1, length):
-                launch_pass(runner, state, ids(rows, count), None, result, reach)
+                for greedy in (False, True):
+                    launch_pass(runner, state, ids(rows, count), None, result, reach, greedy)
 
     return collect(launch)
 
@@ -144,7 +145,8 @@ def late(case: str, layers: int, length: int) -> list[str]:
                     given = draft_check.begin_pass(state, ids(rows, count))
                     logits = runner.model(*given, all_positions=True, runner=runner)
                     check = logits.float(), given[0], given[2], None, ids(16), ACCEPT_STREAM
-                    draft_check.verify_pass(state, *check)
+                    for greedy in (False, True):
+                        draft_check.verify_pass(state, *check, greedy)
             run_prompts(runner.prompt_runner(), length)
             for reach in drafter.runner.reaches(4, length) if drafter else ():
                 drafter.runner.reach = reach

@@ -96,8 +96,9 @@ def run(case: dict, device: str = "cpu") -> dict:
     # As on a GPU: the lower of equal tokens comes first.
     given = logits if logits.is_cuda else logits.as_subclass(OnCuda)
     make_sample_step(sample)(plain, given, min(MAX_CANDIDATES, V))
+    greedy = not any(row.temperature for row in rows)
     with mock.patch.object(token_draw, "GROUPS", case["groups"]):
-        token_draw.draw_tokens(logits, fused)
+        token_draw.draw_tokens(logits, fused, greedy=greedy)
     slots, count = torch.full((2, B + 1), 7), torch.tensor([3], device=device)
     if logits.is_cuda:
         slots = slots.pin_memory()
@@ -250,10 +251,9 @@ def run_pass(case: dict, device: str = "cpu") -> dict:
             candidates = max(row.candidates(V) for row in rows) and min(MAX_CANDIDATES, V)
             if kernels:
                 with mock.patch.object(token_draw, "GROUPS", case["groups"]):
-                    own, stream = q if candidates else None, verification.ACCEPT_STREAM
-                    draft_check.verify_pass(
-                        state, logits.to(device), tokens, ends, own, result, stream
-                    )
+                    given = state, logits.to(device), tokens, ends, q if candidates else None
+                    stream = verification.ACCEPT_STREAM
+                    draft_check.verify_pass(*given, result, stream, candidates == 0)
             else:
                 given = logits.as_subclass(OnCuda) if device == "cpu" else logits.to(device)
                 verification.verify_pass(state, given, tokens, ends, q, candidates, result)
@@ -285,8 +285,8 @@ def counts() -> dict:
     def draw_draft() -> None:
         one, ids = StepState(*(part[:1] for part in state)), torch.arange(2**15)
         drafts = token_draw.Drafts(column.view(1, -1), many, many[:, 0], whole[:1])
-        for kept in ((True, False), (False, True)):
-            token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, *kept, DRAFT_STREAM)
+        for greedy in (True, False):
+            token_draw.draw_tokens(many[:1, : 2**15], one, ids, drafts, greedy, True, DRAFT_STREAM)
         ring = many[None, :, :2048].contiguous()
         pairs = chain.begin_chain(whole, 4, ring, seen[:1], one, whole[:1])
         inputs = chain.PairInputs(ring[0], ring[0], ring[0, 0], ring[0, 0])

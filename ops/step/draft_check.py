@@ -64,7 +64,7 @@ def _check_drafts(
     chance = token_draw.uniform(token_draw.noise_key(seed, place, s.stream), at + 0 * place)
     passed += sequence * (n + 1)
     source = logits + row * s.V, state.seen + sequence * s.V, penalty, passed, at + 1, None
-    ordered += row * s.top
+    ordered += row * s.listed
     candidates, weight, finite = token_draw.weigh(source, rules, ordered, crowded + row, s)
     has_draft = at < tl.load(last + sequence)
     p, accepted = weight, finite & has_draft
@@ -131,8 +131,9 @@ def verify_pass(
     q: Tensor | None,
     result: Tensor,
     stream: int,
+    greedy: bool = False,
 ) -> None:
-    """`runtime.verification.verify_pass` among the TOP likeliest tokens, or greedy with top_k 1.
+    """`runtime.verification.verify_pass` among the TOP likeliest tokens; greedy: of all rows.
 
     state: a `sampling.StepState` of B sequences. passed int64 [B, N + 1], last int64 [B]: as of
     `begin_pass`. q: None if greedy. result: may be in pinned host memory. stream: of the random
@@ -141,7 +142,7 @@ def verify_pass(
     B, T, V = logits.shape
     if state.seen.shape != (B, V) or passed.shape != (B, T):
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
-    s = Pass(V, token_draw.GROUPS, stream=stream)
+    s = Pass(V, token_draw.GROUPS, stream=stream, **token_draw.choice(greedy))
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
     largest = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)

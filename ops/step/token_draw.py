@@ -53,12 +53,14 @@ class Draw:
     whole: int = 0  # the vocabulary, if the logits are those of a part
     drafts: int = 0  # that `Drafts` has
     keeps: bool = False  # their distributions, too
+    greedy: bool = False  # a group has one key, and none is ranked
 
     vocabulary = property(lambda s: s.whole or s.V)
     cleared = property(lambda s: pow2(cdiv(s.vocabulary, s.groups)))  # of `q`, by a program
     # Tokens of a group, rounded up to a power of two.
     size = property(lambda s: pow2(cdiv(s.V, s.groups * s.run) * s.run))
     keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
+    listed = property(lambda s: s.groups if s.greedy else s.top)  # candidates of a draw
     # `_search` would write past `ordered` for more than TOP, and never end for more than V.
     max_top_k = property(lambda s: min(s.top, s.V))
 
@@ -147,9 +149,10 @@ def _find_best(
         first = tl.min(tl.where(bits == largest, token, 2**31 - 1), 0)
         tl.store(best + n * s.groups, _key(largest, first))
         bits = tl.where(token == first, -(2**31), bits)
-    if group == 0:
-        tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
-        tl.store(crowded + row, 0)
+    if not s.greedy:  # noqa: SIM102  (known at compile time)
+        if group == 0:
+            tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
+            tl.store(crowded + row, 0)
     if s.keeps:
         cell = group * s.cleared + tl.arange(0, s.cleared)
         q = drafts.q + tl.load(drafts.place) * s.vocabulary + cell
@@ -243,30 +246,36 @@ def weigh(source, rules, ordered, crowded, s: tl.constexpr):
     """Return TOP candidates, their weights, and whether the row's largest logit is finite.
 
     Weights are proportional to the probabilities; excluded candidates have 0. source: as of
-    `_edited_logits`. rules: as in `load_controls`. ordered, crowded: of this row.
+    `_edited_logits`. rules: as in `load_controls`. ordered, crowded: of this row. Greedy: ordered
+    has the largest key of each group, of which the largest alone is a candidate.
     """
     temperature, top_k, top_p, min_p = rules
-    at = tl.arange(0, s.top)
+    at = tl.arange(0, s.listed)
     key = tl.load(ordered + at, cache_modifier=".cg")
-    if tl.load(crowded, cache_modifier=".cg") != 0:
-        _search(top_k.to(tl.int32), source, ordered, s)
-        key = tl.load(ordered + at, cache_modifier=".cg")
+    if not s.greedy:  # noqa: SIM102  (known at compile time)
+        if tl.load(crowded, cache_modifier=".cg") != 0:
+            _search(top_k.to(tl.int32), source, ordered, s)
+            key = tl.load(ordered + at, cache_modifier=".cg")
     logit, largest = _logit_of(key), _logit_of(tl.max(key, 0))
-    # Probabilities, as multiples of the largest one.
-    weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
-    if top_p < 1.0:
-        before = tl.cumsum(weight, 0) - weight
-        weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
+    if s.greedy:
+        weight = tl.where(key == tl.max(key, 0), 1.0, 0.0)
+    else:
+        # Probabilities, as multiples of the largest one.
+        weight = tl.where(at < top_k, tl.exp((logit - largest) / temperature), 0.0)
+        if top_p < 1.0:
+            before = tl.cumsum(weight, 0) - weight
+            weight = tl.where(before < top_p * tl.sum(weight, 0), weight, 0.0)
+        weight = tl.where(weight >= min_p, weight, 0.0)
     finite = tl.abs(largest) < float("inf")
     token = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-    return token, tl.where(weight >= min_p, weight, 0.0), finite
+    return token, weight, finite
 
 
 @jit
 def pick(score, candidates, finite, s: tl.constexpr):
     """Return the candidate with the largest score, the first of equal ones; NOT_FINITE: -1."""
-    at = tl.arange(0, s.top)
-    first = tl.min(tl.where(score == tl.max(score, 0), at, s.top), 0)
+    at = tl.arange(0, s.listed)
+    first = tl.min(tl.where(score == tl.max(score, 0), at, s.listed), 0)
     number = tl.max(tl.where(at == tl.where(finite, first, 0), candidates, 0), 0)
     return tl.where(finite, number, -1).to(tl.int64)
 
@@ -282,7 +291,7 @@ def _draw(logits, state, ordered, crowded, ids, drafts, sums, s: tl.constexpr, P
     place, tokens = tl.load(state.position + row), tl.load(state.last + row) + 1
     key = noise_key(tl.load(state.seeds + row), place, s.stream)
     await_previous(PDL)
-    candidates, weight, finite = weigh(source, rules, ordered + row * s.top, crowded + row, s)
+    candidates, weight, finite = weigh(source, rules, ordered + row * s.listed, crowded + row, s)
     if ids is not None:
         candidates = tl.load(ids + candidates, mask=weight > 0.0, other=0).to(tl.int32)
     score = tl.where(weight > 0.0, weight / exponential(key, candidates), -1.0)
@@ -311,7 +320,7 @@ def draw_tokens(
     state: tuple,
     ids: Tensor | None = None,
     drafts: Drafts | None = None,
-    keeps: bool = False,
+    greedy: bool = False,
     certain: bool = False,
     stream: int = 0,
 ) -> None:
@@ -319,9 +328,9 @@ def draw_tokens(
 
     state: a `sampling.StepState`. A top_k above TOP or V is taken as the smaller of the two, as in
     `shortlist`: a row that is idle, or of another step, may have any. ids int64 [V]: the logits'
-    tokens, rising; None: all. drafts: of one sequence, its token is one of them; keeps: with its
-    distribution and certainty; certain: with that of temperature 1 among all tokens. stream: of the
-    random numbers.
+    tokens, rising; None: all. drafts: of one sequence, its token is one of them, with its
+    distribution and certainty. greedy: all rows are, and no distribution is kept; certain: but the
+    certainty is, at temperature 1. stream: of the random numbers.
     """
     (B, V), (rows, whole) = logits.shape, state.seen.shape
     if rows != B or len(state.controls) != B or (whole if ids is None else len(ids)) != V:
@@ -329,13 +338,19 @@ def draw_tokens(
     if drafts is not None and B > 1:
         raise ValueError(f"drafts of {B} sequences: it must be one")
     size, count = 0 if ids is None else whole, 0 if drafts is None else drafts.token.shape[1]
-    s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps)
+    keeps = drafts is not None and not greedy
+    s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps, **choice(greedy))
     logits, sums = logits.contiguous(), None
-    if certain and not keeps:
+    if certain and greedy:
         sums = logits.new_empty(2, s.groups)
     more = ids, drafts, sums
     largest = order_largest(logits, state.seen, None, state.controls, s, *more)
     launch(_draw, (B,), logits, state, *largest, *more, settings=s)
+
+
+def choice(greedy: bool) -> dict:
+    """Return the settings of a choice."""
+    return {"greedy": True, "kept": 1} if greedy else {}
 
 
 def order_largest(
@@ -350,16 +365,20 @@ def order_largest(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys of each row's TOP largest logits in order [R, TOP], and `crowded` [R].
 
-    logits [R, V]. passed int64 [B, T]: the tokens of passes, R = B T; None: rows are sequences.
-    ids and drafts: as in `draw_tokens`. sums: as of `_find_best`. Keys after the first top_k may be
-    missing.
+    Greedy: twice the largest key of each group [R, GROUPS]. logits [R, V]. passed int64 [B, T]: the
+    tokens of passes, R = B T; None: rows are sequences. ids and drafts: as in `draw_tokens`. sums:
+    as of `_find_best`. Keys after the first top_k may be missing.
     """
     R, device, each = len(logits), logits.device, None if passed is None else passed.shape[1]
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
+    tokens = passed, ids, drafts, sums
+    if s.greedy:
+        found = controls, best, None, None, each
+        launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
+        return best, best
     ordered = torch.empty(R, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
     found = controls, best, ordered, crowded, each
-    tokens = passed, ids, drafts, sums
     launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
     launch(_rank, (s.keys // RANKED, R), *found, settings=s)
     return ordered, crowded
