@@ -78,7 +78,7 @@ class MTPDrafter(DraftModel):
         self.ring = like.new_zeros(1, RING, D)  # its last steps: position t in row t % RING
         self.own_hidden: Tensor  # the head's [1, 1, D], of its last query
         self.numbers, self.upload = numbers, Upload(numbers)
-        self.asked = 0  # drafts of the last chain that was asked for
+        self.asked = 0  # drafts of the last call of `propose`
         self.repeats = False  # the pass before had as many: `follow` may be called
         self.ahead = 0  # drafts of the chain that runs behind the last pass
         self.begin_chain = chain.begin_chain if self.runner.chooses_by_kernels else begin_chain
@@ -184,8 +184,9 @@ class MTPDrafter(DraftModel):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
         ahead, self.ahead = self.ahead, 0
-        is_next = ahead >= drafts and self.numbers[1] == known  # no other step has followed
-        self.repeats = drafts == self.asked and known - self.filled <= drafts + 1
+        # Whether no other step has followed that pass.
+        is_next = 0 < drafts <= ahead and self.numbers[1].item() == known
+        self.repeats = 0 < drafts == self.asked and known - self.filled <= drafts + 1
         self.asked = drafts
         if drafts and not is_next:
             if ahead:

@@ -73,7 +73,8 @@ class Settling:
     def __call__(self, rows: StepState, parts: int = 1) -> None:
         """Take in the tokens before the position of each of the rows, but of idle ones.
 
-        parts: as many kernels, each of some of the layers. They leave room for kernels beside them.
+        parts: as many kernels, each of some of the layers, so that kernels beside them find free
+        multiprocessors.
         """
         if self.settle:
             for offsets in self.offsets.chunk(parts):

@@ -41,8 +41,8 @@ from runtime.transfers import Upload, read_later
 
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = SPARE - 1  # every session's cache has SPARE positions past its last token
-# Kernels that recurrent states take in a pass's tokens by beside a chain, for each of its drafts: a
-# part of the layers by each, so that the chain's own kernels have room.
+# Recurrent states take in a pass's tokens beside a chain, by this number of kernels for each of its
+# drafts. Each kernel has a part of the layers, so that the chain's own find free multiprocessors.
 BESIDE_DRAFT = 5
 SHARED_TOKENS = 8  # most tokens of a pass of several sequences, padding included
 
@@ -436,9 +436,9 @@ def passes_are_quick(session: Session) -> bool:
 def capture_between_answers(speculation: Speculation) -> None:
     """Capture passes between answers from now on, if they are automatic and each takes 0.2 s.
 
-    Their kernels are compiled then, too. Other passes are captured before the answer: those of a
-    head or a draft model take Inductor longer to compile, and a fixed number of drafts is due from
-    the first token on.
+    Their kernels are compiled then, too. Other passes are captured before the answer: a head has
+    chains to capture, too, Inductor takes longer for a draft model, and a fixed number of drafts is
+    due from the first token on.
     """
     session, captures = speculation.session, speculation.captures
     is_lookup = isinstance(speculation.drafter, LookupDrafter)

@@ -133,7 +133,7 @@ def test_any_numbers_of_drafts_by_a_head_leave_greedy_text_as_it_is(
     vocab: frequent ids that the head drafts; 0: all.
     """
     speculation = open_head(hybrid_directory, vocab, compiled)
-    speculation.overlaps = overlaps
+    speculation.overlaps = speculation.follows = overlaps
     speculation.control = control = AnyNumber(LIMIT)
     assert isinstance(speculation.drafter.other, MTPDrafter)
     for prompt, expected in hybrid_answers:
