@@ -23,7 +23,7 @@ from ops.products.prompt_rows import gather_rows
 from ops.step import draft_check
 from ops.step.logit_edits import edit_logits
 from ops.step.token_draw import Drafts, draw_tokens
-from runtime.draft_choice import DRAFT_STREAM, VocabularyPart
+from runtime.draft_choice import DRAFT_STREAM
 from runtime.fused_attention import FusedDecodeAttention
 from runtime.fused_head import fused_head
 from runtime.fused_layer import MAX_FEW, FusedLayer, fused_layers
@@ -108,15 +108,9 @@ def begin_kernels(model: Transformer, layers: Collection[FusedLayer]) -> Callabl
     return begin_pairs(model)
 
 
-def draw_draft(
-    state: StepState,
-    logits: Tensor,
-    drafts: Drafts,
-    part: VocabularyPart | None,
-    candidates: int,
-    certain: bool,
-) -> None:
+def draw_draft(state: StepState, logits: Tensor, drafts: Drafts, *rest) -> None:
     """`choose_draft` by kernels."""
+    part, candidates, certain = rest
     ids = None if part is None else part.ids
     draw_tokens(logits, state, ids, drafts, candidates == 0, certain, DRAFT_STREAM)
 

@@ -205,8 +205,9 @@ def test_sampled_text_keeps_its_distribution(draft, right, monkeypatch):
     if not right:
         monkeypatch.setattr(
             "runtime.verification.verify_sampled",
-            lambda logits, tokens, *_: torch.cat(
-                (tokens[:, 1:], tokens[:, -1:], torch.tensor([[tokens.shape[1]]])), dim=1
+            lambda logits, tokens, *_: (
+                torch.tensor([[tokens.shape[1]]]),
+                torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1),
             ),
         )
     found: Counter[tuple[int, ...]] = Counter()

@@ -359,8 +359,8 @@ def test_verified_tokens_have_the_models_distribution(setting, source, rule, mon
         if rule == "accept all":
             monkeypatch.setattr(verification, "uniform", lambda *_: torch.zeros(1, N))
         tokens = torch.cat((token, drafts), dim=1)
-        (out,) = verify_sampled(logits[None], tokens, torch.tensor([N]), given, state, V)
-        *tokens, count = out.tolist()
+        counts, out = verify_sampled(logits[None], tokens, torch.tensor([N]), given, state, V)
+        tokens, count = out[0].tolist(), counts.item()
         assert len(tokens) == N + 1 and 1 <= count <= N + 1
         assert len(set(tokens[count - 1 :])) == 1
         if rule == "no residual" and count == 1:  # after a refusal, draw from p
