@@ -184,17 +184,16 @@ class MTPDrafter(DraftModel):
         """Write up to `limit` drafts for the target's text to `drafts` and `q`; return how many."""
         drafts, known = min(limit, self.count), self.target.cached[0]
         ahead, self.ahead = self.ahead, 0
-        # Whether no other step has followed that pass.
-        is_next = 0 < drafts <= ahead and self.numbers[1].item() == known
         self.repeats = 0 < drafts == self.asked and known - self.filled <= drafts + 1
         self.asked = drafts
-        if drafts and not is_next:
+        if 0 < drafts <= ahead and self.numbers[1].item() == known:
+            # The chain behind the last pass has them: no other step has followed that pass.
+            self.filled = self.cached[0] = known
+        elif drafts:
             if ahead:
                 self.wait_for_chain()
             self.catch_up(self.target.ids[0], min(self.filled, known - 1), known)
             self.warm_up_chain(drafts)()
-        elif drafts:
-            self.filled = self.cached[0] = known
         if not self.least:
             return drafts
         chances = self.written.certainty[:drafts].tolist()  # one wait for the whole chain
@@ -202,7 +201,7 @@ class MTPDrafter(DraftModel):
 
     def wait_for_chain(self) -> None:
         """Return when the GPU has read `numbers`."""
-        if self.runner.chooses_by_kernels:  # they are in pinned memory
+        if self.numbers.device != self.device:  # pinned memory, that is
             torch.cuda.current_stream(self.device).synchronize()
 
     def follow(self) -> None:
@@ -253,9 +252,10 @@ class MTPDrafter(DraftModel):
         given = self.ring, target.seen, state, self.written.place
         _, _, last, hidden = self.begin_chain(self.numbers, self.width, *given)
         runner.launch_norm(runner.take_last(hidden, last))
-        for self.model.hidden in (hidden, own):
+        for states in (hidden, own):
+            self.model.hidden = states
             for reach in runner.reaches(self.width, self.cache_len):
-                runner.launch_all(1, self.model.hidden.shape[1], reach)
+                runner.launch_all(1, states.shape[1], reach)
         tokens = len(self.part.ids) if self.part else state.seen.shape[1]
         logits = torch.empty(1, tokens, device=self.ring.device)
         for candidates in (0, 1):
@@ -277,8 +277,10 @@ def begin_chain(
 
     numbers int64 [3 or more]: how many pairs became known, the position of the newest token, and
     the tokens of these pairs. Padding repeats the last one, so that it chooses the same experts.
-    ring [1, R, D]: hidden states of the last R positions. seen: the target's.
+    They may be in pinned memory. ring [1, R, D]: hidden states of the last R positions. seen: the
+    target's.
     """
+    numbers = numbers.to(ring.device, non_blocking=True)
     count, position = numbers[:1], numbers[1:2]
     state.seen.copy_(seen)
     state.position.copy_((position - 1).unsqueeze(1))

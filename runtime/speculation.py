@@ -122,14 +122,16 @@ class Speculation:
         size = MAX_DRAFT_TOKENS + 3  # numbers of the widest pass of one sequence, or of several
         self.result = session.shared_integers(size)
         by_model: Drafter | None = None
-        self.head: MTPDrafter | None = None
+        self.head_drafter: MTPDrafter | None = None
         if head is not None:
             least = MIN_OF_HEAD if auto else 0.0
-            self.head = MTPDrafter(head, session, draft_tokens, self.result, least, draft_ids)
+            rest = self.result, least, draft_ids
+            self.head_drafter = MTPDrafter(head, session, draft_tokens, *rest)
         elif draft is not None:
             least = MIN_PROBABILITY if auto else 0.0
             by_model = DraftModel(draft, session, draft_tokens, least, draft_ids)
-        self.drafter = with_lookups(session, draft_tokens, self.head or by_model, auto)  # row 0's
+        own = self.head_drafter or by_model
+        self.drafter = with_lookups(session, draft_tokens, own, auto)  # row 0's
         if self.drafter.q is not None:  # greedy drafts have none
             session.joins_greedy = False
         # The lookup of each row.
@@ -144,7 +146,7 @@ class Speculation:
         # The end of the pass launched last. The host waits for it before it writes the next drafts.
         self.ended = torch.cuda.Event() if session.runner.chooses_by_kernels else None
         self.follows = self.ended is not None  # a head's next chain runs behind a pass at once
-        self.side = torch.cuda.Stream(session.device) if self.ended and self.head else None
+        self.side = torch.cuda.Stream(session.device) if self.ended and self.head_drafter else None
         self.settling = Settling(session.model)
         self.settles: dict[tuple[int, int], Callable[[], None]] = {}  # captured, by rows and parts
         self.steps: dict[tuple[int, int, int], Callable[[], None]] = {}
@@ -356,7 +358,9 @@ class Speculation:
 
         Recurrent states are large, and a chain of a head has small kernels: both run side by side.
         """
-        head = self.head if self.follows and self.head and self.head.repeats else None
+        head = self.head_drafter if self.follows else None
+        if head and not head.repeats:
+            head = None
         if self.ended:
             stream = torch.cuda.current_stream(self.session.device)
             self.ended.record(stream)
@@ -472,5 +476,5 @@ def launch_passes(speculation: Speculation, runner: FusedRunner) -> None:
                 greedy = given is None and not session.joins_greedy
                 for reach in runner.reaches(count + 1, session.cache_len):
                     launch_pass(runner, state, drafts, given, speculation.result, reach, greedy)
-    if speculation.head:
-        speculation.head.launch_chain()
+    if speculation.head_drafter:
+        speculation.head_drafter.launch_chain()
