@@ -10,6 +10,7 @@ from cli.answer_printer import AnswerPrinter
 from cli.clipboard import copy_text
 from cli.command import for_stream, printable
 from cli.conversation import Conversation, load_messages, load_tools, named_file, save_messages
+from cli.prompts import check_unicode
 from cli.report import counted, format_statistics, format_turn
 from cli.terminal import ctrl_c_flag, edit_text, read_messages
 
@@ -55,7 +56,7 @@ def read_requests(last_message: Callable[[], str | None] = lambda: None) -> Iter
                 if changed := edit_text(last_message()):
                     yield name, changed
             else:
-                yield name, text
+                yield name, text if name == "/save" else check_unicode(text, "the text")
         except ValueError as error:
             say(str(error))
 

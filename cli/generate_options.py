@@ -22,6 +22,7 @@ from cli.options import (
     model_name,
 )
 from cli.parser import Parser
+from cli.prompts import check_unicode
 
 DEFAULT_PROMPT = "def read_lines(path):"
 DEFAULT_NEW_TOKENS = 200
@@ -159,6 +160,7 @@ def check_options(options: argparse.Namespace) -> None:
         if path and not is_writable(path):  # before hours of work
             fix = "it must be a file in a folder that is there, and can be written"
             raise ValueError(f"--{name} {path}: {fix}")
+    check_unicode(options.system or "", "--system")
     check_drafts(options)
     drafts = options.draft_checkpoint_path or options.speculate not in (None, "off")
     if options.save_routing and drafts:

@@ -17,6 +17,8 @@ MODEL_NAME = "OWNER/NAME[:FORMAT]"
 PART = r"\w(?:[.-]?\w)*"  # the Hub's rule: neither "--" nor "..", no dash or dot at either end
 # Before the name, in a page's address and in the names of Ollama and llama.cpp.
 HUB_ADDRESS = r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+# After it: the list of files, a query, an anchor; not what names a file or another revision.
+HUB_PAGE = r"(?:/tree/main)?/?(?:[?#](?!show_file_info).*)?$"
 
 
 class ModelName(NamedTuple):
@@ -68,8 +70,9 @@ def parse_model_name(text: str) -> ModelName:
 
     Raises ValueError for anything else.
     """
-    repo_id, colon, format = re.sub(HUB_ADDRESS, "", text).partition(":")
-    repo_id = repo_id if colon else repo_id.removesuffix("/")
+    name, is_address = re.subn(HUB_ADDRESS, "", text)
+    name = re.sub(HUB_PAGE, "", name) if is_address else name.removesuffix("/")
+    repo_id, colon, format = name.partition(":")
     if not re.fullmatch(f"{PART}/{PART}", repo_id, re.ASCII) or len(repo_id) > 96:
         fix = f"give it as {MODEL_NAME}"
         if text.startswith(("/", ".", "~")):

@@ -26,6 +26,16 @@ def check_size(count: int) -> None:
         raise ValueError(f"stdin has over {MAX_STDIN >> 20} million characters: give it less text")
 
 
+def check_unicode(text: str, name: str) -> str:
+    """Return a text. Raises ValueError with its name for one with bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        cause = f"{name} is not valid Unicode at character {error.start}"
+        raise ValueError(f"{cause}: give it as UTF-8") from None
+    return text
+
+
 def read_prompts(texts: Iterable[str], file: Path | None) -> list[str]:
     """Return the texts, "-" replaced by standard input without a BOM, then the prompts of a file.
 

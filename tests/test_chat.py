@@ -313,6 +313,15 @@ def test_lines_of_windows_are_those_of_others(monkeypatch):
         assert list(read_requests()) == expected
 
 
+def test_bytes_that_are_no_text_reach_no_conversation(monkeypatch, capsys):
+    """A conversation with them has no token ids any more: /system ended the chat."""
+    lines = "/system a\udcff", "\udcff", "/edit \udcff", "/save \udcff.json", "/system b"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    assert list(read_requests()) == [("/save", "\udcff.json"), ("/system", "b")]
+    err = capsys.readouterr().err
+    assert err.count("the text is not valid Unicode at character") == 3
+
+
 @pytest.mark.parametrize("command", ("/load", "/tools", "/save"))
 def test_a_home_that_is_not_there_is_one_line(talk, monkeypatch, capsys, command):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{command} ~nobody-here/x\n"))

@@ -215,6 +215,7 @@ MAKE = "make one first: scripts/prepare.sh OWNER/NAME"
             "is one file of a checkpoint; give the directory: {around}/model_bf16",
         ),
         ("generate --prompt x --stop \udcff", "is not valid Unicode: give it as UTF-8"),
+        ("generate --interactive --system \udcff", "--system is not valid Unicode at character 0"),
         (
             "generate --checkpoint_path {no_tokenizer}",
             "fetch that again: python scripts/download.py --repo_id",

@@ -155,6 +155,10 @@ def test_names(text, parsed, roles, canonical):
         ("https://huggingface.co/Qwen/Qwen3-30B-A3B/", ("Qwen/Qwen3-30B-A3B", None)),
         ("hf.co/unsloth/A-GGUF:Q4_K_M", ("unsloth/A-GGUF", "Q4_K_M")),
         ("huggingface.co/a/b:int4", ("a/b", "int4")),
+        ("https://huggingface.co/a/b/tree/main", ("a/b", None)),
+        ("https://huggingface.co/a/b/tree/main/?not-for-all-audiences=true#x", ("a/b", None)),
+        ("https://huggingface.co/a/b?library=transformers", ("a/b", None)),
+        ("https://huggingface.co/a/b#usage:1", ("a/b", None)),
     ),
 )
 def test_a_pages_address_is_a_name(text, name):
@@ -174,6 +178,11 @@ def test_a_path_is_told_its_option(hub, monkeypatch, capsys):
         "a/b/c",
         "https://huggingface.co/",
         "https://huggingface.co/a",
+        "https://huggingface.co/a/b/tree/v1",  # another revision
+        "https://huggingface.co/a/b/blob/main/x.gguf",
+        "https://huggingface.co/a/b?show_file_info=x.gguf",
+        "a/b/tree/main",
+        "a/b?x",
         "https://x.y/a/b",
         "../x",
         "a/..",

@@ -25,7 +25,7 @@ from tool_calls.formats import (
     QwenCoderParser,
 )
 from tool_calls.lenient_json import Repair, parse_json
-from tool_calls.parser import MARK, CallPiece, TextPiece
+from tool_calls.parser import JSON_HEAD, MARK, CallPiece, TextPiece
 
 WEATHER = {
     "type": "object",
@@ -663,6 +663,20 @@ def test_no_answer_raises_or_leaks_and_every_cut_gives_the_same():
         for _, arguments in () if is_cut else calls:
             assert parse_json(arguments) is not None, answer
             assert str(parse_json(arguments)).encode(), answer  # no half of a surrogate pair
+
+
+@pytest.mark.parametrize("fence", ("```json\n", "```", " ```\n[", "```js", "``", "```python\n"))
+@pytest.mark.parametrize("is_cut", (False, True))
+def test_a_call_in_a_fence_is_streamed_as_others_are(fence, is_cut):
+    """A cut answer was text if it came in pieces, and a call if it came at once."""
+    answer = f'<tool_call>{fence}{{"name": "weather", "arguments": {{"city": "Rom"'
+    whole = parse(HermesParser, [answer], is_cut=is_cut)
+    for seed in range(8):
+        assert parse(HermesParser, cut(answer, seed), is_cut=is_cut) == whole
+    if JSON_HEAD.match(answer, len("<tool_call>")):
+        parser = HermesParser(SCHEMAS, str, False)
+        pieces = [piece for letter in answer for piece in parser.push(letter)]
+        assert "".join(piece.arguments for piece in pieces) == '{"city": "Rom"'
 
 
 @pytest.mark.parametrize(

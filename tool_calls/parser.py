@@ -14,6 +14,7 @@ from runtime.reasoning import held_prefix
 from tokenizer import Tokenizer
 from tool_calls.arguments import Schema, typed_value
 from tool_calls.lenient_json import (
+    FENCE,
     JsonScanner,
     Repair,
     parse_json,
@@ -348,6 +349,10 @@ class CallParser:
             first = skip_space(self.buffer, 0)
             if self.buffer[first : first + 1] not in ("", "{", "[", "`"):
                 return False
+            if "```json".startswith(self.buffer[first:]) and (yield from self.more()):
+                continue
+            if not at and (fence := FENCE.match(self.buffer)):
+                at = fence.end()
             at += scanner.scan(self.buffer[at:])
             if scanner.complete:
                 return self.take_calls(at)
