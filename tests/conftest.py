@@ -44,7 +44,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 pytest.register_assert_rewrite("scripted_page")
 gc.disable()  # until tests run. What is imported and collected stays until the process ends
 atexit.register(gc.unfreeze)
-os.fsync = lambda handle: None  # no machine that a test crashes reads its files again
 
 ROOT = Path(__file__).parents[1]
 HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"
