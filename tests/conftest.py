@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("scripted_page")
-gc.disable()  # until tests run. What is imported and collected stays until the process ends
+gc.disable()  # until tests run: modules and items stay until the process ends
 atexit.register(gc.unfreeze)
 
 ROOT = Path(__file__).parents[1]
