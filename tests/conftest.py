@@ -1,8 +1,11 @@
 """Fixtures: a small random checkpoint of every family, converted; the embedded model."""
 
+import atexit
+import gc
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import signal
 import string
@@ -39,6 +42,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("scripted_page")
+gc.disable()  # until tests run: modules and items stay until the process ends
+atexit.register(gc.unfreeze)
 
 ROOT = Path(__file__).parents[1]
 HYBRID_CHECKPOINT = ROOT / "checkpoints" / "tiny-hybrid"
@@ -552,6 +557,9 @@ NOT_FUSED = {
 }
 
 
+GATHERER = pytest.StashKey()  # pytest's plugin of log records
+
+
 @dataclass
 class Family:
     name: str
@@ -712,6 +720,32 @@ def is_of_another_family(item: pytest.Item) -> bool:
     """Return whether a test in OF_EACH_KIND is to run a family whose kind has another one."""
     families = {item.callspec.params.get(name) for name in ("family", "name")} & FAMILIES.keys()
     return bool(families - {*KINDS_OF_FAMILIES})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep pytest from gathering log records but for tests that have `caplog`.
+
+    It would visit PyTorch's 80 loggers six times a test: 5 s in all.
+    """
+    gc.freeze()
+    gc.enable()
+    logging.getLogger().addHandler(logging.NullHandler())  # else Python prints warnings
+    plugins = session.config.pluginmanager
+    session.config.stash[GATHERER] = plugins.unregister(name="logging-plugin")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Let pytest gather log records for a test that reads them."""
+    gatherer = item.config.stash[GATHERER]
+    if gatherer is None or "caplog" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    plugins = item.config.pluginmanager
+    plugins.register(gatherer, "logging-plugin")
+    try:
+        return (yield)
+    finally:
+        plugins.unregister(gatherer)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -931,9 +965,14 @@ def few_threads():
     torch.set_num_threads(before)
 
 
+def any_text(**sizes: int) -> st.SearchStrategy[str]:
+    """Draw any text in UTF-8; for `st.text()` Hypothesis tries to encode each character: 2 s."""
+    return st.text(st.characters(exclude_categories=["Cs"]), **sizes)
+
+
 def any_json(*keys: str) -> st.SearchStrategy:
     """Draw any JSON value; its objects have these keys, or others."""
-    names = st.sampled_from(keys) | st.text(max_size=3)
+    names = st.sampled_from(keys) | any_text(max_size=3)
     plain = st.none() | st.booleans() | st.integers() | st.floats()
     return st.recursive(
         plain | st.text(string.printable + "\ud800é", max_size=5),

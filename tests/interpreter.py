@@ -8,16 +8,17 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 LEAST_ADDRESS = 1 << 40  # larger integers are addresses
-UNCHANGED = "fp32", "int32", "int64", "uint32"  # types of results of two operands of one type
 
 
 def flattened(values: Iterable) -> Iterator:
@@ -70,26 +71,26 @@ class Bounds:
 
 
 def patch_once() -> None:
-    """Let a launch patch `triton.language` once for each module that defines functions it calls.
+    """Patch `triton.language` for the interpreter once and for good.
 
-    Triton patches it in every call of a device function, which takes half of the interpreter's
-    time. The patches of a module's first call stay until the launch ends.
+    Triton patches it in each launch and in each call of a device function: half of its time. Its
+    functions also check in each call that a kernel calls them.
     """
-    patch, patched = interpreter._patch_lang, set()
+    checked = core.builtin(lambda: None).__code__
+
+    def patch_attribute(owner, name, member, builder, scope):
+        call = member.__wrapped__ if member.__code__ is checked else member
+
+        def patched(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return call(*args, **kwargs)
+
+        scope.set_attr(owner, name, patched)
+
+    interpreter._patch_attr = patch_attribute
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
     unchanged = interpreter._LangPatchScope()
-
-    def patch_new(function):
-        module = id(function.__globals__)
-        if module in patched:
-            return unchanged
-        scope = patch(function)
-        if not patched:  # the kernel itself: Triton calls this `restore` alone
-            restore = scope.restore
-            scope.restore = lambda: (restore(), patched.clear())
-        patched.add(module)
-        return scope
-
-    interpreter._patch_lang = patch_new
+    interpreter._patch_lang = lambda function: unchanged
 
 
 def check_bounds() -> None:
@@ -145,31 +146,82 @@ def remember_types() -> None:
     core.block_type.__init__ = init_once
 
 
-def pair_quickly() -> None:
-    """Take operands of one type as they are, and keep a number's block for the other operand.
+def unwrap_quickly() -> None:
+    """Return tensors and numbers as they are, which Triton does after three checks."""
+    unwrap, as_they_are = core._unwrap_if_constexpr, {core.tensor, int, bool, str, type(None)}
+    core._unwrap_if_constexpr = lambda value: value if type(value) in as_they_are else unwrap(value)
 
-    Triton finds the type of each pair, casts and broadcasts both: a fifth of its time.
+
+def fit_quickly() -> None:
+    """Compare the sizes of a type in NumPy and in Triton once."""
+    fit, known = interpreter._validate_np_data_size, {}
+
+    def fit_once(data, kind):
+        key = data.itemsize, kind.name
+        if key not in known:
+            known[key] = fit(data, kind)
+        return known[key]
+
+    interpreter._validate_np_data_size = fit_once
+
+
+def pair_quickly() -> None:
+    """Find the common type and shape of two types once, and keep a number's block.
+
+    Triton finds the type of each pair, casts and broadcasts both: a third of its time.
     """
     pair = TritonSemantic.binary_op_type_checking_impl
-    known: dict[tuple, core.tensor] = {}
+    broadcast = TritonSemantic.broadcast_impl_value
+    types: dict[tuple, tuple] = {}  # of both operands -> those of the results
+    same_types: dict[tuple, bool] = {}  # whether operands of these types are only broadcast
+    numbers: dict[tuple, core.tensor] = {}
 
-    def pair_once(self, lhs, rhs, *flags, **more):
-        divides = len(flags) > 3 or more  # integers become floats
-        if divides or type(lhs) is not core.tensor or lhs.dtype.name not in UNCHANGED:
-            return pair(self, lhs, rhs, *flags, **more)
-        if type(rhs) is core.tensor and rhs.type.name == lhs.type.name:
-            return lhs, rhs
-        if type(rhs) not in (int, float):
-            return pair(self, lhs, rhs, *flags)
-        key = lhs.type.name, repr(rhs), flags
-        if key in known:
-            return lhs, known[key]
-        left, right = pair(self, lhs, rhs, *flags)
-        if left.type.name == lhs.type.name:
-            known[key] = right
-        return left, right
+    def widen(value, kind):
+        if value.type.name == kind.name:
+            return value
+        data = np.empty([*kind.shape], value.handle.data.dtype)
+        data[...] = value.handle.data
+        return core.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
+
+    def broadcast_once(self, left, right):
+        key = left.type.name, right.type.name
+        if key not in types:
+            results = broadcast(self, left, right)
+            types[key] = tuple(result.type for result in results)
+            return results
+        return tuple(map(widen, (left, right), types[key]))
+
+    def pair_tensors(self, left, right, *flags):
+        key = left.type.name, right.type.name, flags
+        if same_types.get(key):
+            return broadcast_once(self, left, right)
+        results = pair(self, left, right, *flags)
+        same_types[key] = all(
+            before.dtype.name == result.dtype.name
+            for before, result in zip((left, right), results, strict=True)
+        )
+        return results
+
+    def pair_with_number(self, left, right, *flags):
+        number_first = type(left) is not core.tensor
+        number, value = (left, right) if number_first else (right, left)
+        key = value.type.name, repr(number), number_first, flags
+        if key not in numbers:
+            results = pair(self, left, right, *flags)
+            if results[number_first].type.name == value.type.name:
+                numbers[key] = results[not number_first]
+            return results
+        return (numbers[key], value) if number_first else (value, numbers[key])
+
+    def pair_once(self, left, right, *flags, **more):
+        kinds = {type(left), type(right)}
+        if more or core.tensor not in kinds or not kinds <= {core.tensor, int, float}:
+            return pair(self, left, right, *flags, **more)
+        both = pair_tensors if len(kinds) == 1 else pair_with_number
+        return both(self, left, right, *flags)
 
     TritonSemantic.binary_op_type_checking_impl = pair_once
+    TritonSemantic.broadcast_impl_value = broadcast_once
 
 
 def multiply_bf16() -> None:
@@ -197,6 +249,8 @@ def prepare() -> None:
     """
     patch_once()
     remember_types()
+    unwrap_quickly()
+    fit_quickly()
     pair_quickly()
     multiply_bf16()
     if os.environ.get("CHECK_BOUNDS"):

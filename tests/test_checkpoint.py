@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from conftest import any_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -492,10 +493,10 @@ ANY_JSON = (
     | st.integers(-1, 9)
     | st.integers()
     | st.floats()
-    | st.text(max_size=3)
+    | any_text(max_size=3)
 )
 ANY_JSON |= st.lists(ANY_JSON, max_size=3) | st.dictionaries(
-    st.text(max_size=3), ANY_JSON, max_size=2
+    any_text(max_size=3), ANY_JSON, max_size=2
 )
 
 

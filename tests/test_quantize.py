@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from chunks import prompt
-from conftest import FAMILIES, smoke_diagonal
+from conftest import FAMILIES, any_text, smoke_diagonal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -1425,9 +1425,9 @@ def test_a_tensor_that_does_not_fit_is_one_line(quantized, leaf, change, message
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | any_text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(any_text(max_size=8), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -1453,7 +1453,7 @@ ANY_FORMAT = JUNK | st.fixed_dictionaries(
     optional={
         "dtype": st.sampled_from(("bf16", "fp32")) | JUNK,
         "modules": JUNK
-        | st.dictionaries(st.sampled_from(PATHS) | st.text(max_size=12), SPEC, max_size=3),
+        | st.dictionaries(st.sampled_from(PATHS) | any_text(max_size=12), SPEC, max_size=3),
     },
 )
 

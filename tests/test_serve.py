@@ -22,6 +22,7 @@ import jsonschema
 import pydantic
 import pytest
 import torch
+from conftest import any_text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, httpx, openai
@@ -1199,9 +1200,9 @@ def test_a_start_prepares_the_steps_of_all_requests(temperature, top_k):
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.floats() | any_text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(any_text(max_size=5), inner, max_size=3)
     ),
     max_leaves=6,
 )

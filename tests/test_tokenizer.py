@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import sentencepiece
-from conftest import ROOT, any_json
+from conftest import ROOT, any_json, any_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -247,7 +247,7 @@ EMOJI = st.sampled_from(
         "<|im_end|>",
     ]
 )
-TEXT = st.lists(st.one_of(st.text(max_size=8), EMOJI, st.sampled_from(CORPUS)), max_size=6).map(
+TEXT = st.lists(st.one_of(any_text(max_size=8), EMOJI, st.sampled_from(CORPUS)), max_size=6).map(
     "".join
 )
 quick = settings(max_examples=150, deadline=None)
