@@ -5,7 +5,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import logging
 import os
 import signal
 import string
@@ -42,7 +41,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("scripted_page")
-gc.disable()  # until tests run: modules and items stay until the process ends
+gc.disable()  # until tests are collected: modules and items stay until the process ends
 atexit.register(gc.unfreeze)
 
 ROOT = Path(__file__).parents[1]
@@ -557,9 +556,6 @@ NOT_FUSED = {
 }
 
 
-GATHERER = pytest.StashKey()  # pytest's plugin of log records
-
-
 @dataclass
 class Family:
     name: str
@@ -722,30 +718,10 @@ def is_of_another_family(item: pytest.Item) -> bool:
     return bool(families - {*KINDS_OF_FAMILIES})
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep pytest from gathering log records but for tests that have `caplog`.
-
-    It would visit PyTorch's 80 loggers six times a test: 5 s in all.
-    """
+def pytest_collection_finish() -> None:
+    """What is there by now stays until the process ends."""
     gc.freeze()
     gc.enable()
-    logging.getLogger().addHandler(logging.NullHandler())  # else Python prints warnings
-    plugins = session.config.pluginmanager
-    session.config.stash[GATHERER] = plugins.unregister(name="logging-plugin")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    """Let pytest gather log records for a test that reads them."""
-    gatherer = item.config.stash[GATHERER]
-    if gatherer is None or "caplog" not in getattr(item, "fixturenames", ()):
-        return (yield)
-    plugins = item.config.pluginmanager
-    plugins.register(gatherer, "logging-plugin")
-    try:
-        return (yield)
-    finally:
-        plugins.unregister(gatherer)
 
 
 @pytest.hookimpl(wrapper=True)
