@@ -720,7 +720,8 @@ def is_of_another_family(item: pytest.Item) -> bool:
 
 def pytest_collection_finish() -> None:
     """What is there by now stays until the process ends."""
-    gc.freeze()
+    if "CHECK_BOUNDS" not in os.environ:  # which looks for tensors
+        gc.freeze()
     gc.enable()
 
 

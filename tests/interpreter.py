@@ -27,13 +27,16 @@ def flattened(values: Iterable) -> Iterator:
         yield from flattened(value) if isinstance(value, tuple) else (value,)
 
 
-def reached(values: list) -> list[Tensor]:
-    """Return the tensors among a kernel's arguments; if one of these has addresses, all tensors."""
+def reached(kernel: str, values: list) -> list[Tensor]:
+    """Return the tensors among a kernel's arguments; all tensors, if it finds others by these.
+
+    They are addresses, or offsets to the tensors of other layers.
+    """
     values = list(flattened(values))
     tensors = [value for value in values if isinstance(value, Tensor)]
     integers = [value for value in values if type(value) is int]
     integers += [int(t.max()) for t in tensors if t.dtype == torch.int64 and t.numel()]
-    if max(integers, default=0) > LEAST_ADDRESS:
+    if max(integers, default=0) > LEAST_ADDRESS or kernel.startswith("_settle"):
         return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return tensors
 
@@ -47,7 +50,7 @@ class Bounds:
 
     def note(self, kernel: str, values: list) -> None:
         """Take the tensors among a kernel's arguments."""
-        kept = (tensor for tensor in reached(values) if tensor.device.type == "cpu")
+        kept = (tensor for tensor in reached(kernel, values) if tensor.device.type == "cpu")
         storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, kept)}
         begins = sorted(storages)
         self.begins = np.array(begins, np.uint64)
