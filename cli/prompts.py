@@ -32,7 +32,7 @@ def check_unicode(text: str, name: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         cause = f"{name} is not valid Unicode at character {error.start}"
-        raise ValueError(f"{cause}: give it as UTF-8") from None
+        raise ValueError(f"{cause}; give it as UTF-8") from None
     return text
 
 

@@ -108,6 +108,11 @@ def begin_kernels(model: Transformer, layers: Collection[FusedLayer]) -> Callabl
     return begin_pairs(model)
 
 
+def norm_rows(model: Transformer, x: Tensor) -> Tensor:
+    """Return the model's last norm of x [B, Q, D]."""
+    return norm_tokens(x.flatten(0, 1), model.norm.weight, model.norm.eps).view_as(x)
+
+
 def draw_draft(state: StepState, logits: Tensor, drafts: Drafts, *rest) -> None:
     """`choose_draft` by kernels."""
     part, candidates, certain = rest
@@ -325,15 +330,11 @@ class FusedRunner(CompiledRunner):
 
     def last_norm(self, model: Transformer, x: Tensor) -> Tensor:
         """Return the model's last norm of x [B, Q, D]."""
-        if self.norm_is_plain and self.runs("norm", partial(self.launch_norm, x)):
-            return self.launch_norm(x)
+        launch = partial(norm_rows, model, x)
+        if self.norm_is_plain and self.runs("norm", launch):
+            return launch()
         share_code(x)
         return self.compiled_norm(model, x)
-
-    def launch_norm(self, x: Tensor) -> Tensor:
-        """`last_norm` by a kernel."""
-        norm = self.model.norm
-        return norm_tokens(x.flatten(0, 1), norm.weight, norm.eps).view_as(x)
 
     def take_last(self, x: Tensor, last: Tensor) -> Tensor:
         return gather_rows(x[0], last, 1, None).unsqueeze(0)

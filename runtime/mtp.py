@@ -24,7 +24,7 @@ from ops.plain.pending import MAX_TENTATIVE
 from ops.step import chain
 from ops.step.chain import Pairs
 from runtime.drafters import DraftModel
-from runtime.fused_decode import FusedRunner, draw_draft
+from runtime.fused_decode import FusedRunner, draw_draft, norm_rows
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling, StepState
 from runtime.session import Session
@@ -172,7 +172,8 @@ class MTPDrafter(DraftModel):
         self.last.zero_()  # the row is active
         self.asked = self.ahead = 0
         self.wait_for_chain()  # a pass or a chain of an answer that was left
-        run_chain = self.warm_up_chain(self.count)
+        for drafts in range(1 if self.least else self.count, self.count + 1):
+            run_chain = self.warm_up_chain(drafts)
         known = min(common_prefix(target.ids[0], ids), target.cached[0], len(ids) - 1)
         if known and max(self.kept, target.cached[0] + MAX_TENTATIVE - RING) < known:
             self.catch_up(ids, min(self.filled, known - 1), known)
@@ -245,13 +246,13 @@ class MTPDrafter(DraftModel):
         state, runner, target = self.state, self.runner, self.target
         own = self.ring[:, :1]
         if isinstance(target.runner, FusedRunner):
-            target.runner.launch_norm(own)
+            norm_rows(target.model, own)
             self.store(self.ring, target.position, own)
         if not isinstance(runner, FusedRunner):
             return
         given = self.ring, target.seen, state, self.written.place
         _, _, last, hidden = self.begin_chain(self.numbers, self.width, *given)
-        runner.launch_norm(runner.take_last(hidden, last))
+        norm_rows(self.model, runner.take_last(hidden, last))
         for states in (hidden, own):
             self.model.hidden = states
             for reach in runner.reaches(self.width, self.cache_len):

@@ -36,6 +36,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial, partialmethod
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -1435,7 +1436,8 @@ def begin_errors() -> dict[str, float]:
         embedding, table = torch.randn(50, D).bfloat16(), torch.randn(200, R)
         tokens, positions = torch.randint(-1, 50, (B, Q)), torch.randint(200, (B, Q))
         tokens[0, 0] = -1
-        x, rope = begin_rows(tokens, positions, embedding, table)
+        model = SimpleNamespace(embedding=SimpleNamespace(weight=embedding), rope_table=table)
+        x, rope = begin_rows(model, tokens, positions)
         want = embedding[tokens.clamp(min=0)], table[positions].unsqueeze(2)
         found[f"{(B, Q, D, R)}"] = float((x != want[0]).sum() + (rope != want[1]).sum())
     return found

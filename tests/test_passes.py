@@ -221,7 +221,9 @@ def test_the_host_waits_for_a_pass_before_it_writes_drafts(make_family, monkeypa
 
 @pytest.mark.parametrize(("rows", "drafts"), ((1, 1), (1, 3), (1, 15), (2, 3), (4, 1)))
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED))
-def test_a_pass_has_five_kernels_beside_the_model(sampling, rows, drafts, make_family, monkeypatch):
+def test_a_pass_has_at_most_five_kernels_beside_the_model(
+    sampling, rows, drafts, make_family, monkeypatch
+):
     """On a GPU with the fused kernels; without drafts it is a plain step."""
     launched: list[str] = []
 
@@ -240,7 +242,8 @@ def test_a_pass_has_five_kernels_beside_the_model(sampling, rows, drafts, make_f
     session.model = lambda *_, **options: logits
     with CountOperators() as operators:
         speculation.verify(rows, drafts, session.candidates(sampling))
-    names = ["_begin_pass", "_find_best", "_rank", "_check_drafts", "_accept"]
+    ranks = ["_rank"] if session.candidates(sampling) else []
+    names = ["_begin_pass", "_find_best", *ranks, "_check_drafts", "_accept"]
     assert launched == names and not operators.found
     speculation = Speculation(Session(model, 128, options), 15)  # the plain form, for comparison
     speculation.session.model = session.model

@@ -142,7 +142,7 @@ def verify_pass(
     B, T, V = logits.shape
     if state.seen.shape != (B, V) or passed.shape != (B, T):
         raise ValueError(f"logits {list(logits.shape)} of tokens {list(passed.shape)}")
-    s = Pass(V, token_draw.GROUPS, stream=stream, **token_draw.choice(greedy))
+    s = Pass(V, token_draw.GROUPS, stream=stream, greedy=greedy)
     logits, n, device = logits.flatten(0, 1).contiguous(), T - 1, logits.device
     largest = token_draw.order_largest(logits, state.seen, passed, state.controls, s)
     good = torch.empty(B * T, dtype=torch.int32, device=device)

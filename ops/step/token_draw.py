@@ -43,7 +43,6 @@ class Draw:
 
     V: int = 0  # logits of a row
     groups: int = 0
-    kept: int = KEPT
     run: int = RUN
     ranked: int = RANKED
     top: int = TOP
@@ -59,6 +58,7 @@ class Draw:
     cleared = property(lambda s: pow2(cdiv(s.vocabulary, s.groups)))  # of `q`, by a program
     # Tokens of a group, rounded up to a power of two.
     size = property(lambda s: pow2(cdiv(s.V, s.groups * s.run) * s.run))
+    kept = property(lambda s: 1 if s.greedy else KEPT)  # keys of a group
     keys = property(lambda s: s.groups * s.kept)  # keys of a row in `best`
     listed = property(lambda s: s.groups if s.greedy else s.top)  # candidates of a draw
     # `_search` would write past `ordered` for more than TOP, and never end for more than V.
@@ -107,7 +107,7 @@ def _logit_of(key):
 # Grid [GROUPS, B T], one warp a program: a group's KEPT largest keys, one maximum each. The first
 # program clears what `_rank` writes, all of them the draft's `q`. each: T, if rows are the tokens
 # [B, T] of passes, `passed`. sums: of one row, or None; the largest logit of each group, then the
-# sum of exp(logit - largest).
+# sum of exp(logit - largest). results: what `_rank` writes.
 @jit(do_not_specialize=("each",))
 def _find_best(
     logits,
@@ -118,8 +118,7 @@ def _find_best(
     sums,
     controls,
     best,
-    ordered,
-    crowded,
+    results,
     each,
     s: tl.constexpr,
     PDL: tl.constexpr,
@@ -151,6 +150,7 @@ def _find_best(
         bits = tl.where(token == first, -(2**31), bits)
     if not s.greedy:  # noqa: SIM102  (known at compile time)
         if group == 0:
+            ordered, crowded = results
             tl.store(ordered + row * TOP + tl.arange(0, TOP), tl.full([TOP], -(2**63), tl.int64))
             tl.store(crowded + row, 0)
     if s.keeps:
@@ -339,18 +339,13 @@ def draw_tokens(
         raise ValueError(f"drafts of {B} sequences: it must be one")
     size, count = 0 if ids is None else whole, 0 if drafts is None else drafts.token.shape[1]
     keeps = drafts is not None and not greedy
-    s = Draw(V, GROUPS, stream=stream, whole=size, drafts=count, keeps=keeps, **choice(greedy))
+    s = Draw(*(V, GROUPS), stream=stream, whole=size, drafts=count, keeps=keeps, greedy=greedy)
     logits, sums = logits.contiguous(), None
     if certain and greedy:
         sums = logits.new_empty(2, s.groups)
     more = ids, drafts, sums
     largest = order_largest(logits, state.seen, None, state.controls, s, *more)
     launch(_draw, (B,), logits, state, *largest, *more, settings=s)
-
-
-def choice(greedy: bool) -> dict:
-    """Return the settings of a choice."""
-    return {"greedy": True, "kept": 1} if greedy else {}
 
 
 def order_largest(
@@ -373,15 +368,16 @@ def order_largest(
     best = torch.empty(R, s.keys, dtype=torch.int64, device=device)
     tokens = passed, ids, drafts, sums
     if s.greedy:
-        found = controls, best, None, None, each
+        found = controls, best, None, each
         launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
         return best, best
     ordered = torch.empty(R, TOP, dtype=torch.int64, device=device)
     crowded = torch.empty(R, dtype=torch.int32, device=device)
-    found = controls, best, ordered, crowded, each
-    launch(_find_best, (s.groups, R), logits, seen, *tokens, *found, settings=s, warps=1)
-    launch(_rank, (s.keys // RANKED, R), *found, settings=s)
-    return ordered, crowded
+    found, largest = (controls, best), (ordered, crowded)
+    given = logits, seen, *tokens, *found, largest, each
+    launch(_find_best, (s.groups, R), *given, settings=s, warps=1)
+    launch(_rank, (s.keys // RANKED, R), *found, *largest, each, settings=s)
+    return largest
 
 
 @dataclass(frozen=True)
