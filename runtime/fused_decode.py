@@ -113,6 +113,11 @@ def norm_rows(model: Transformer, x: Tensor) -> Tensor:
     return norm_tokens(x.flatten(0, 1), model.norm.weight, model.norm.eps).view_as(x)
 
 
+def take_last(x: Tensor, last: Tensor) -> Tensor:
+    """x [1, Q, D], last int64 [1] -> that query's [1, 1, D]; of an idle row any query's."""
+    return gather_rows(x[0], last, 1, None).unsqueeze(0)
+
+
 def draw_draft(state: StepState, logits: Tensor, drafts: Drafts, *rest) -> None:
     """`choose_draft` by kernels."""
     part, candidates, certain = rest
@@ -326,18 +331,13 @@ class FusedRunner(CompiledRunner):
         return self.after_ffn(block, streams, y), *routing
 
     def hidden(self, model: Transformer, normed: Tensor) -> Tensor:
-        return self.last_norm(model, normed) if self.is_fused else normed
-
-    def last_norm(self, model: Transformer, x: Tensor) -> Tensor:
-        """Return the model's last norm of x [B, Q, D]."""
-        launch = partial(norm_rows, model, x)
+        if not self.is_fused:
+            return normed
+        launch = partial(norm_rows, model, normed)
         if self.norm_is_plain and self.runs("norm", launch):
             return launch()
-        share_code(x)
-        return self.compiled_norm(model, x)
-
-    def take_last(self, x: Tensor, last: Tensor) -> Tensor:
-        return gather_rows(x[0], last, 1, None).unsqueeze(0)
+        share_code(normed)
+        return self.compiled_norm(model, normed)
 
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         if not self.is_fused:
@@ -356,11 +356,11 @@ class FusedRunner(CompiledRunner):
         if last is not None and Q > 1:
             # An idle row's last is -1.
             if B == 1:
-                x = self.take_last(x, last)
+                x = take_last(x, last)
             else:
                 x = x[torch.arange(B, device=x.device), last].unsqueeze(1)
         if head.norm is None:
-            x = self.last_norm(model, x)
+            x = self.hidden(model, x)
         return head.forward(x.flatten(0, 1)).view(*((B, Q) if last is None else (B,)), -1)
 
     def token_steps(self, rule: Callable) -> tuple[Callable, Callable, Callable]:

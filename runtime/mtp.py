@@ -24,7 +24,7 @@ from ops.plain.pending import MAX_TENTATIVE
 from ops.step import chain
 from ops.step.chain import Pairs
 from runtime.drafters import DraftModel
-from runtime.fused_decode import FusedRunner, draw_draft, norm_rows
+from runtime.fused_decode import FusedRunner, draw_draft, norm_rows, take_last
 from runtime.runner import EagerRunner
 from runtime.sampling import Sampling, StepState
 from runtime.session import Session
@@ -121,7 +121,10 @@ class MTPDrafter(DraftModel):
 
     def keep_own_hidden(self, hidden: Tensor, last: Tensor) -> None:
         """Keep the head's own [1, Q, D] of the query `last`."""
-        self.own_hidden = hidden if hidden.shape[1] == 1 else self.runner.take_last(hidden, last)
+        if hidden.shape[1] > 1:
+            by_kernel = self.runner.chooses_by_kernels
+            hidden = take_last(hidden, last) if by_kernel else hidden.index_select(1, last)
+        self.own_hidden = hidden
 
     def fill(self, start: int, count: int) -> None:
         """Take in `count` tokens of a prompt, which the target ran from position `start` on.
@@ -252,7 +255,7 @@ class MTPDrafter(DraftModel):
             return
         given = self.ring, target.seen, state, self.written.place
         _, _, last, hidden = self.begin_chain(self.numbers, self.width, *given)
-        norm_rows(self.model, runner.take_last(hidden, last))
+        norm_rows(self.model, take_last(hidden, last))
         for states in (hidden, own):
             self.model.hidden = states
             for reach in runner.reaches(self.width, self.cache_len):

@@ -76,10 +76,6 @@ class EagerRunner(Runner):
         """Return the hidden states [B, Q, D] that the head reads, from what `logits` gets."""
         return normed
 
-    def take_last(self, x: Tensor, last: Tensor) -> Tensor:
-        """x [1, Q, D], last int64 [1] -> that query's [1, 1, D]; of an idle row any query's."""
-        return x[:, last]
-
     def logits(self, model: Transformer, normed: Tensor, last: Tensor | None) -> Tensor:
         return without_broken_kernels(super().logits, model, normed, last)
 

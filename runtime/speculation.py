@@ -333,7 +333,7 @@ class Speculation:
             counts = self.propose(asked, size)
         if any(counts):
             self.warm_up(max(counts), candidates, size)()
-            self.follow(size)
+            run_behind_pass(self, size)
             self.begun = Begun(
                 lambda: self.read_pass(counts),
                 lambda found: [
@@ -352,27 +352,6 @@ class Speculation:
             lambda found: [Outcome(source, waited=waited) for source in tried],
             False,
         )
-
-    def follow(self, size: int) -> None:
-        """Launch what may run behind a pass while the host reads its tokens.
-
-        Recurrent states are large, and a chain of a head has small kernels: both run side by side.
-        """
-        head = self.head_drafter if self.follows else None
-        if head and not head.repeats:
-            head = None
-        if self.ended:
-            stream = torch.cuda.current_stream(self.session.device)
-            self.ended.record(stream)
-            side = self.side if head else stream
-            if settle := self.settles.get((size, BESIDE_DRAFT * head.asked if head else 1)):
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):
-                    settle()
-        if head:
-            head.follow()
-        if self.ended and self.side:
-            stream.wait_stream(self.side)
 
     def propose(self, asked: Sequence[int], size: int) -> list[int]:
         """Write up to `asked` drafts for each of the first rows; return how many.
@@ -424,6 +403,29 @@ class Speculation:
         for row in range(rows):
             self.session.cached[row] += 1
         return self.session.read_tokens()
+
+
+def run_behind_pass(speculation: Speculation, size: int) -> None:
+    """Launch what may run behind a pass of `size` rows while the host reads its tokens.
+
+    Recurrent states are large, and a chain of a head has small kernels: both run side by side.
+    """
+    head = speculation.head_drafter if speculation.follows else None
+    if head and not head.repeats:
+        head = None
+    ended, side = speculation.ended, speculation.side
+    if ended:
+        stream = torch.cuda.current_stream(speculation.session.device)
+        ended.record(stream)
+        place = side if head else stream
+        if settle := speculation.settles.get((size, BESIDE_DRAFT * head.asked if head else 1)):
+            place.wait_stream(stream)
+            with torch.cuda.stream(place):
+                settle()
+    if head:
+        head.follow()
+    if side:
+        stream.wait_stream(side)
 
 
 def drafts_of(speculation: Speculation, rows: int, count: int) -> Tensor:
