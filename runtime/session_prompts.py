@@ -138,8 +138,9 @@ class Prompts(DecodeSteps):
             for size in steps:
                 logits = torch.empty(size, self.seen.shape[1], device=self.device)
                 rows, edits = self.first_rows(size)
+                logits = edit_logits(edits, rows, logits)
                 for greedy in (False,) if self.joins_greedy else (False, True):
-                    draw_tokens(edit_logits(edits, rows, logits), rows, greedy=greedy)
+                    draw_tokens(logits, rows, greedy=greedy)
                 if self.outbox:
                     self.outbox.post(rows.token)
             self.launch_more(runner)

@@ -124,14 +124,12 @@ class Speculation:
         by_model: Drafter | None = None
         self.head_drafter: MTPDrafter | None = None
         if head is not None:
-            least = MIN_OF_HEAD if auto else 0.0
-            rest = self.result, least, draft_ids
-            self.head_drafter = MTPDrafter(head, session, draft_tokens, *rest)
+            rest = self.result, MIN_OF_HEAD if auto else 0.0, draft_ids
+            self.head_drafter = by_model = MTPDrafter(head, session, draft_tokens, *rest)
         elif draft is not None:
             least = MIN_PROBABILITY if auto else 0.0
             by_model = DraftModel(draft, session, draft_tokens, least, draft_ids)
-        own = self.head_drafter or by_model
-        self.drafter = with_lookups(session, draft_tokens, own, auto)  # row 0's
+        self.drafter = with_lookups(session, draft_tokens, by_model, auto)  # row 0's
         if self.drafter.q is not None:  # greedy drafts have none
             session.joins_greedy = False
         # The lookup of each row.

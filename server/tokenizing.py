@@ -45,7 +45,7 @@ class TokenizerPool:
     vocabulary: the same tokenizer in this process, for what takes no time.
     """
 
-    command = sys.executable, "-m", "server.tokenizing"  # of a worker; the directory follows
+    command = sys.executable, "-m", "server.tokenizing"  # starts a worker, before the directory
 
     def __init__(self, directory: Path, max_seq_len: int, workers: int = WORKERS):
         self.directory, self.workers, self.closed = directory, workers, False
